@@ -6,27 +6,42 @@ from threading import Lock
 
 import torch
 
+from coserve.adapters import LoraConfig
 from coserve.adapters.base import AdapterLayout
 from coserve.devices.process_memory import available_bytes
 from coserve.errors import AdapterTooLargeError
+from coserve.models.backbone import Backbone
 
 # Of what is free; the rest is for everything else that is on its way.
 _SHARE = 0.8
 # Tensors of each parameter's size in float32 while it is trained: itself, the gradients of a pack and of the step and
 # their mean, two moments; and in a checkpoint that is being written itself and the moments.
 _TRAINING_COPIES = 9
+# Of these the moments, and in a checkpoint: where the host's memory is another one, they can lie in pages, or there.
+_MOMENT_COPIES = 4
+
+
+def room_for_a_job(backbone: Backbone) -> int:
+    """Bytes beside a pool of pages with which a usual job trains: a LoRA of rank 16 at all linear layers."""
+    layout = LoraConfig(r=16, target_modules="all-linear").sizes(backbone.architecture)
+    memory = AdapterMemory(backbone.device, backbone.dtype)
+    return int(memory.training_bytes(layout) / _SHARE)
 
 
 class AdapterMemory:
     """One device's; from any thread."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        """dtype: of the copies that are computed with."""
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, host_is_apart: bool | None = None) -> None:
+        """dtype: of the copies that are computed with. host_is_apart: whether the host's memory is not the device's;
+        None: as PyTorch says.
+        """
         self._device = device
+        self._host_is_apart = device.type != "cpu" if host_is_apart is None else host_is_apart
         # Where the model is float32, what is trained is what is computed with.
         self._copy_bytes = 0 if dtype == torch.float32 else dtype.itemsize
         self._lock = Lock()
         self._being_taken = 0
+        self._kept: dict[str, int] = {}
 
     @contextmanager
     def for_serving(self, what: str, layout: AdapterLayout) -> Iterator[None]:
@@ -36,22 +51,49 @@ class AdapterMemory:
 
     @contextmanager
     def for_training(self, what: str, layout: AdapterLayout, num_more: int = 0) -> Iterator[None]:
-        """Likewise, for one that is to be trained. num_more: tensors of each parameter's size beside the usual ones."""
-        num_copies = _TRAINING_COPIES + num_more
-        num_bytes = layout.num_parameters * (4 * num_copies + self._copy_bytes) + 4 * layout.num_derived
-        with self._taking(what, layout, num_bytes):
+        """Likewise, for one that is to be trained; without its moments, where these may lie elsewhere
+        (`moments_need_pages`). num_more: tensors of each parameter's size beside the usual ones.
+        """
+        with self._taking(what, layout, self.training_bytes(layout, num_more)):
             yield
+
+    def training_bytes(self, layout: AdapterLayout, num_more: int = 0) -> int:
+        """The least that must be there to train an adapter; see `for_training`."""
+        num_copies = _TRAINING_COPIES + num_more - (_MOMENT_COPIES if self._host_is_apart else 0)
+        return layout.num_parameters * (4 * num_copies + self._copy_bytes) + 4 * layout.num_derived
+
+    def keep(self, job: str, num_bytes: int) -> None:
+        """So much is a job's, which it does not use now: its moments lie in pages, and may have to leave them."""
+        with self._lock:
+            self._kept[job] = num_bytes
+
+    def let_go(self, job: str) -> None:
+        """The inverse; no error if nothing is kept."""
+        with self._lock:
+            self._kept.pop(job, None)
+
+    def moments_need_pages(self, num_parameters: int, num_more: int = 0) -> bool:
+        """Whether there is no room beside the pool for the moments of an adapter that has been made to be trained."""
+        if not self._host_is_apart:
+            return False
+        with self._lock:
+            free = self._free
+        return 4 * num_parameters * (_TRAINING_COPIES - 1 + num_more) > _SHARE * free
+
+    @property
+    def _free(self) -> int:
+        return max(0, available_bytes(self._device) - self._being_taken - sum(self._kept.values()))
 
     @contextmanager
     def _taking(self, what: str, layout: AdapterLayout, num_bytes: int) -> Iterator[None]:
         with self._lock:
-            free = max(0, available_bytes(self._device) - self._being_taken)
+            free = self._free
             if num_bytes > _SHARE * free:
                 name, there = layout.largest, int(_SHARE * free)
                 raise AdapterTooLargeError(
                     f"{what} needs {_size(num_bytes)} of memory (its largest tensor is {name}, "
                     f"{list(layout.shapes[name])}); {_size(there)} are there for it, {num_bytes - there:,} bytes are "
-                    "missing: lower its rank, or train fewer layers"
+                    "missing: lower its rank, train fewer layers, or start with less --memory for the page pool"
                 )
             self._being_taken += num_bytes
         try:

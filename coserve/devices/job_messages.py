@@ -50,6 +50,17 @@ class ResizeWindow(msgspec.Struct, tag=True, frozen=True):
     num_pages: int
 
 
+class PlaceOptimizer(msgspec.Struct, tag=True, frozen=True):
+    """The moments of a job's optimizer lie in this run of pages from now on, or beside the pool (0 pages): those that
+    there are, or will be after its first step, or come back from the host. Nothing if they do, or are gone. No error if
+    there is no memory beside the pool: then the optimizer step that needs them fails of it.
+    """
+
+    job: str
+    first_page: int
+    num_pages: int
+
+
 class CloseTrainer(msgspec.Struct, tag=True, frozen=True):
     """The job has ended: pack, gradients and the optimizer's state go; the adapter itself stays until `DropTrainer`."""
 
@@ -169,7 +180,8 @@ class TrainerOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     trained_parts: how many of these parts, from the last one down, run backward. version_bytes, optimizer_bytes: of the
     parameters, and of the optimizer's moments after its first step, as they go to the host. num_virtual_tokens: rows
     that stand before every example (see `VersionOpened`). other: of a job on a model of its own. changes_model: each of
-    its steps changes the weights that serve.
+    its steps changes the weights that serve. moments_need_pages: the device has no memory for the moments beside the
+    pool, and keeps them in the host's while they have no pages: then no step can be made.
     """
 
     counts: JobCounts
@@ -180,6 +192,7 @@ class TrainerOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     optimizer_bytes: int = 0
     num_virtual_tokens: int = 0
     changes_model: bool = False
+    moments_need_pages: bool = False
     other: "OtherModel | None" = None
 
 

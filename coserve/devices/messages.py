@@ -19,6 +19,7 @@ from coserve.devices.job_messages import (
     DropPack,
     DropTrainer,
     OpenTrainer,
+    PlaceOptimizer,
     PublishVersion,
     ReadContributions,
     ResizeWindow,
@@ -159,6 +160,7 @@ class DropVersion(msgspec.Struct, tag=True, frozen=True):
 
 Command = (
     ResizeWindow
+    | PlaceOptimizer
     | OpenRequest
     | CloseRequest
     | SwapOut

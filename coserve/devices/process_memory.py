@@ -9,6 +9,8 @@ import torch
 
 # Shares of what is free: a GPU is the engine's own but for transient tensors; a computer's memory is shared.
 _GPU_SHARE, _CPU_SHARE = 0.85, 0.25
+# Of a GPU's free memory, for transient tensors; and the least that the pool has of it, whatever jobs would need.
+_TRANSIENT_SHARE, _LEAST_GPU_SHARE = 0.05, 0.25
 # However little is said to be free.
 _LEAST_BYTES = 64 << 20
 # Options of glibc's mallopt (malloc.h).
@@ -17,10 +19,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 _MOST_COMPILED_PRODUCTS = 256
 
 
-def pool_bytes(device: torch.device) -> int:
-    """Bytes for the page pool on a device, with the weights loaded."""
+def pool_bytes(device: torch.device, beside_bytes: int) -> int:
+    """Bytes for the page pool on a device, with the weights loaded. beside_bytes: what a job should find beside it."""
     if device.type == "cuda":
-        return int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
+        free = int(torch.cuda.mem_get_info(device)[0])
+        most = min(_GPU_SHARE * free, (1 - _TRANSIENT_SHARE) * free - beside_bytes)
+        return int(max(most, _LEAST_GPU_SHARE * free))
     return int(_CPU_SHARE * _free_memory_bytes())
 
 

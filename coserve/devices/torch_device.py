@@ -8,6 +8,7 @@ there it says that it has one unit.
 
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from coserve.devices.job_messages import (
     DropPack,
     DropTrainer,
     OpenTrainer,
+    PlaceOptimizer,
     PublishVersion,
     ReadContributions,
     ResizeWindow,
@@ -107,10 +109,12 @@ class TorchDevice:
         self._trainers: dict[str, TorchTrainer] = {}
         self._changed_by = ""  # the job that trains the backbone's own weights, or did
         self._checkpoints: dict[str, TorchCopy] = {}
+        self._placing_s = 0.0  # of moments since the last step
         self._step: TorchStep | None = None
         self._error: Exception | None = None
         self._handlers: dict[type, Callable[[Any], Reply]] = {
             ResizeWindow: lambda command: self._others.resize(command.first_page, command.num_pages),
+            PlaceOptimizer: self._place_optimizer,
             OpenRequest: lambda command: self._requests.open(command),
             CloseRequest: lambda command: self._requests.close(command.request),
             SwapOut: lambda command: self._host.copy_out(command.pages, command.slots),
@@ -126,7 +130,7 @@ class TorchDevice:
             SaveAdapter: lambda command: save_adapter(self._versions[command.version], command.directory),
             DropVersion: self._drop_version,
             OpenTrainer: self._open_trainer,
-            CloseTrainer: lambda command: self._trainers[command.job].close(),
+            CloseTrainer: self._close_trainer,
             DropTrainer: self._drop_trainer,
             BeginPack: self._begin_pack,
             MovePack: self._move_pack,
@@ -151,7 +155,8 @@ class TorchDevice:
             self.execute(command)
         self._requests.extend_tables(batch.requests)
         assert batch.partition is None or _num_used(batch.partition) <= self.info.num_units, "it has not as many units"
-        copy_s = self._host.take_seconds() + self._page_files.take_seconds()
+        copy_s = self._host.take_seconds() + self._page_files.take_seconds() + self._placing_s
+        self._placing_s = 0.0
         step = TorchStep(
             self.backbone,
             self._requests,
@@ -193,16 +198,29 @@ class TorchDevice:
         self._host.wait()  # what the pages held may just be on its way to the host
         self._page_files.take(command.path, command.pages, command.places, command.data)
 
+    def _place_optimizer(self, command: PlaceOptimizer) -> None:
+        started_s = perf_counter()
+        self._host.wait()  # what the pages held may just be on its way to the host
+        trainer = self._trainers.get(command.job)
+        if trainer is not None and trainer.optimizer is not None:
+            trainer.moments.place(self._pages, command.first_page, command.num_pages)
+            self._adapter_memory.let_go(command.job)
+            if command.num_pages and not trainer.moments.need_pages:
+                self._adapter_memory.keep(command.job, trainer.moments.num_bytes)
+        self._placing_s += perf_counter() - started_s
+
     def _swap_out_tensors(self, command: SwapOutTensors) -> None:
         if (trainer := self._trainers.get(command.job)) is not None:
-            trainer.put_away_moments(self._host, command.slots)
+            if trainer.optimizer is not None:
+                trainer.moments.put_away(self._host, command.slots)
         elif (adapter := self._versions.get(command.version)) is not None and not is_away(adapter.masters):
             self._host.store(list(adapter.masters.values()), command.slots)
             self._versions[command.version] = adapter.with_masters(shapes_of(adapter.masters))
 
     def _swap_in_tensors(self, command: SwapInTensors) -> None:
         if (trainer := self._trainers.get(command.job)) is not None:
-            trainer.bring_back_moments()
+            if trainer.optimizer is not None:
+                trainer.moments.bring_back()
         elif (adapter := self._versions.get(command.version)) is not None and is_away(adapter.masters):
             masters = self._host.load(list(adapter.masters.values()), command.slots)
             self._versions[command.version] = adapter.with_masters(dict(zip(adapter.masters, masters, strict=True)))
@@ -261,6 +279,10 @@ class TorchDevice:
             self._changed_by = job
         self._trainers[command.job] = trainer
         return opened
+
+    def _close_trainer(self, command: CloseTrainer) -> None:
+        self._adapter_memory.let_go(command.job)
+        self._trainers[command.job].close()
 
     def _drop_trainer(self, command: DropTrainer) -> None:
         self._trainers.pop(command.job, None)

@@ -18,11 +18,11 @@ from coserve.adapters.tensor_files import open_tensors, write_tensors
 from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.counting import trainer_opened
 from coserve.devices.job_messages import OPTIMIZER_FILE, BeginPack, OpenTrainer, TrainerOpened
+from coserve.devices.optimizer_memory import OptimizerMemory
 from coserve.devices.swap_messages import MovePack
 from coserve.devices.torch_exchange import CONTRIBUTION_FILE, TorchExchange
 from coserve.errors import AdapterError
 from coserve.memory.activations import LentRuns
-from coserve.memory.host_pages import HostPages, shapes_of
 from coserve.memory.paged_kv import PagedKv
 from coserve.memory.weight_window import WeightWindow
 from coserve.models.backbone import Backbone
@@ -52,14 +52,18 @@ class TorchTrainer:
         window: WeightWindow | None = None,
         reparametrization: Reparametrization | None = None,
         shard: Shard | None = None,
+        moments_need_pages: bool = False,
     ) -> None:
         """window: that the weights of the adapter's backbone pass through; None: they are all there. reparametrization:
         what is trained in place of the adapter's parameters. shard: this is one node's part of a job.
+        moments_need_pages: see `TrainerOpened`.
         """
         self.adapter, self.window, self._reparametrization = adapter, window, reparametrization
         self.training_pass: TrainingPass | None = None
         trained = adapter.masters if reparametrization is None else reparametrization.parameters
         self.optimizer: AdapterOptimizer | None = AdapterOptimizer(trained, config.optimizer)
+        self.moments = OptimizerMemory(self.optimizer, adapter.backbone.device, need_pages=moments_need_pages)
+        self._moments_need_pages = moments_need_pages
         self.exchange: TorchExchange | None = None
         if shard is not None:
             self.exchange = TorchExchange(shard, adapter.masters if shard.gives_gradients else trained)
@@ -75,10 +79,10 @@ class TorchTrainer:
         self._seed = config.seed
         self._gradients: dict[str, Tensor] | None = None  # of the optimizer step
         self._last: dict[str, Tensor] | None = None  # of the last pack that is done, which may still be dropped
-        self._moments_away: tuple[HostPages, tuple[int, ...]] | None = None  # where the optimizer's moments lie
 
     def opened(self) -> TrainerOpened:
         opened = trainer_opened(self.adapter, self._programs, self._evaluation, self.window)
+        opened = msgspec.structs.replace(opened, moments_need_pages=self._moments_need_pages)
         if self._reparametrization is None:
             return opened
         trained_bytes = sum(tensor.nbytes for tensor in self._reparametrization.parameters.values())
@@ -155,9 +159,10 @@ class TorchTrainer:
         gradients, self._gradients = self._gradients, None
         if gradients is None and self.exchange is not None:  # its part of the batch has no examples
             gradients = zeros_like_all(self.adapter.masters)
-        assert gradients is not None and self.optimizer is not None and self._moments_away is None
+        assert gradients is not None and self.optimizer is not None and not self.moments.is_away
         if self._reparametrization is not None:
             gradients = self._reparametrization.pull_back(gradients, num_trained=num_trained)
+        self.moments.fetch()
         norm = self.optimizer.step(gradients, num_trained=num_trained, num_steps=num_steps)
         self._apply()
         return norm
@@ -174,7 +179,7 @@ class TorchTrainer:
         assert self.exchange is not None and self.optimizer is not None
         self._join_last()
         gradients, self._gradients = self._gradients, None
-        moments = self.optimizer.moments | self._away_moments(on_device=False)
+        moments = self.optimizer.moments | self.moments.away(on_device=False)
         return TorchCopy(self.exchange.take(gradients, moments), self.adapter.backbone.device)
 
     def combine(self, number: int, *, meets: bool) -> None:
@@ -185,32 +190,14 @@ class TorchTrainer:
         else:
             self._apply()
 
-    def put_away_moments(self, host: HostPages, slots: tuple[int, ...]) -> None:
-        """See `SwapOutTensors`."""
-        if self.optimizer is None or self._moments_away is not None:
-            return
-        moments = self.optimizer.moments
-        host.store(list(moments.values()), slots)
-        self._moments_away = host, slots  # first: it says what is true, wherever the caller is interrupted
-        self.optimizer.replace_moments(shapes_of(moments))
-
-    def bring_back_moments(self) -> None:
-        """The inverse."""
-        if self.optimizer is not None and self._moments_away is not None:
-            self.optimizer.replace_moments(self._away_moments(on_device=True))
-            self._moments_away = None
-
-    def _away_moments(self, *, on_device: bool) -> dict[str, Tensor]:
-        """Copies of what lies on the host."""
-        if self.optimizer is None or self._moments_away is None:
-            return {}
-        (host, slots), moments = self._moments_away, self.optimizer.moments
-        return dict(zip(moments, host.load(list(moments.values()), slots, on_device=on_device), strict=True))
-
     def checkpoint(self) -> "TorchCheckpoint":
         if self.optimizer is None:
             return TorchCheckpoint(self.version(for_checkpoint=True), None)
-        state = self.optimizer.state() | self._away_moments(on_device=False) | self.adapter.state()
+        state = (
+            self.optimizer.state(on_host=self._moments_need_pages)
+            | self.moments.away(on_device=False)
+            | self.adapter.state()
+        )
         if self._reparametrization is not None:
             state |= self._reparametrization.state()
         return TorchCheckpoint(self.version(for_checkpoint=True), state)
@@ -233,13 +220,15 @@ class TorchTrainer:
             if replaced is not None:
                 state = replaced.load_state(state)
             state = self.adapter.load_state(state)
-            self.optimizer.load_state(state)
+            self.optimizer.load_state(state, on_host=self._moments_need_pages)
         except (KeyError, ValueError, OverflowError) as error:
             raise AdapterError(f"{path} is not this adapter's: {error}") from None
 
     def close(self) -> None:
         self.drop_pack()
-        self._gradients = self.optimizer = self.exchange = self._moments_away = None
+        if self.optimizer is not None:
+            del self.moments
+        self._gradients = self.optimizer = self.exchange = None
 
 
 def _check_objective(name: str, adapter: Adapter, window: WeightWindow | None) -> None:
@@ -342,6 +331,7 @@ def open_trainer(
         window=window,
         reparametrization=replaced,
         shard=command.shard,
+        moments_need_pages=memory.moments_need_pages(adapter.num_parameters, more),
     )
     if checkpoint is not None:
         trainer.load_state(checkpoint / OPTIMIZER_FILE)

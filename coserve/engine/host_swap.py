@@ -6,8 +6,8 @@ they are needed. So a block is copied to the host only when its page goes to som
 it (`scheduling.swapping`). When the request is admitted, what it still finds on the device is shared, what lies on the
 host is copied back, and the rest is computed again; so are the tokens after its last full block.
 
-A pack that gives way goes to the host at once, or not at all; it comes back to any pages. So do tensors, which are not
-in pages: the commands for them are their owners' (`optimizer_swap.py`, `served_adapters.py`).
+A pack that gives way goes to the host at once, or not at all; it comes back to any pages. So do tensors, whether they
+lie in pages or beside them: the commands for them are their owners' (`optimizer_swap.py`, `served_adapters.py`).
 
 Copies of pages have a queue of their own. They come before everything else that a step, or a pack that begins, does
 with pages, and before whatever else is copied to slots, which may just have been theirs.
@@ -52,8 +52,9 @@ _NUM_WAITS = 64
 
 class HostSwap:
     """num_swapped_out, num_swapped_in: pages that were copied so far. give_back_s: within how many seconds pages were
-    somebody else's: the most that a step has waited lately for copies to the host, and for weights of other models to
-    leave their window; 0 if there were neither: a pack that is dropped, or a prefix that is forgotten, is free at once.
+    somebody else's: the most that a step has waited lately for copies to the host, for optimizers to leave their pages,
+    and for weights of other models to leave their window; 0 if there were none of these: a pack that is dropped, or a
+    prefix that is forgotten, is free at once.
     """
 
     def __init__(self, cache: KvCache, info: DeviceInfo, latency: LatencyModel) -> None:
@@ -184,10 +185,13 @@ class HostSwap:
             device.execute(self._commands[0])
             self._has_copied_out |= isinstance(self._commands.popleft(), SwapOut)
 
-    def note_step(self, copy_s: float, weights_s: float) -> None:
-        """A step has waited since the one before: for copies, and for weights that made room."""
-        if self._has_copied_out or weights_s:
-            self._waits_s.append((copy_s if self._has_copied_out else 0.0) + weights_s)
+    def note_step(self, copy_s: float, weights_s: float, *, have_left: bool = False) -> None:
+        """A step has waited since the one before: for copies, and for weights that made room. have_left: whether
+        moments of optimizers left pages.
+        """
+        has_copied = self._has_copied_out or have_left
+        if has_copied or weights_s:
+            self._waits_s.append((copy_s if has_copied else 0.0) + weights_s)
             self.give_back_s = max(self._waits_s)
             self._has_copied_out = False
 

@@ -7,8 +7,9 @@ from coserve.devices.job_messages import DropPack
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.job import Job
 from coserve.engine.owed_commands import OwedCommands
-from coserve.engine.page_broker import PageBroker
+from coserve.engine.page_broker import MomentsNeed, PageBroker
 from coserve.errors import BudgetError, DeviceMemoryError
+from coserve.memory.pack_pages import PackPages
 
 
 class JobPacks:
@@ -31,13 +32,13 @@ class JobPacks:
         self._on_drop, self._on_memory_error = on_drop, on_memory_error
 
     def num_pages(self, job: Job) -> int:
-        """Of its pack in memory, or of its next one; 0 without any."""
+        """Of its pack in memory, or of its next one, and what it needs beside that; 0 without any."""
         if (pack_pages := job.packs.pages or job.packs.swapped) is not None:
-            return pack_pages.num_pages + self._num_window_pages(job)
+            return pack_pages.num_pages + self._num_other_pages(job)
         pack = job.wants_pack
         if pack is None:
             return 0
-        return sum(job.packs.group_pages(pack.num_rows, self._pages.pool.page_bytes)) + self._num_window_pages(job)
+        return sum(job.packs.group_pages(pack.num_rows, self._pages.pool.page_bytes)) + self._num_other_pages(job)
 
     def begin(self, job: Job, others: Iterable[Job]) -> bool:
         """Give a job the memory of its next pack; False, and it has none, if it cannot be had now."""
@@ -52,23 +53,24 @@ class JobPacks:
         try:
             sizes = whole if away is None else away.group_pages
             window = None if other_model is None else self._pages.window_need(other_model)
-            pages = self._pages.take_pack(sizes, job.packs.num_trained_parts, window)
+            pages = self._pages.take_pack(sizes, job.packs.num_trained_parts, window, self._moments_need(job))
         except BudgetError:  # enough pages, but not side by side
             return False
         try:
             self._owed.settle()
-            self._pages.flush(self._device)
+            self._pages.flush_leaving(self._device)
             if away is not None:
                 self._swap.bring_back_pack(job.id, pages.pages)
             self._swap.flush(self._device)  # what lay in its pages leaves them first
+            self._pages.flush(self._device)
             self._device.execute(job.packs.command_to_begin(pages))
         except DeviceMemoryError as error:  # no memory beside the pages
-            pages.release()
+            self._give_back(job, pages)
             self._on_memory_error(job, str(error))
             self._owed.settle()
             return False
         except BaseException:
-            pages.release()
+            self._give_back(job, pages)
             raise
         job.packs.begin(pages)
         self._swap.release_pack(job.id)
@@ -90,9 +92,22 @@ class JobPacks:
         self._owed.add(DropPack(job.id))
         self._on_drop(job)
 
-    def _num_window_pages(self, job: Job) -> int:
-        """Of weights, that its pack cannot do without."""
-        return 0 if job.costs.other is None else self._pages.window_need(job.costs.other).least_pages
+    def _give_back(self, job: Job, pages: PackPages) -> None:
+        """It could not begin."""
+        pages.release()
+        if job.id in self._pages.cache.optimizers.coming:
+            self._pages.cache.optimizers.withdraw(job.id)
+
+    def _moments_need(self, job: Job) -> MomentsNeed | None:
+        if not job.costs.moments_need_pages:
+            return None
+        return MomentsNeed(job.id, self._pages.num_pages(job.costs.optimizer_bytes))
+
+    def _num_other_pages(self, job: Job) -> int:
+        """Of weights and moments, that it cannot have a pack without."""
+        other, moments = job.costs.other, self._moments_need(job)
+        num_pages = 0 if other is None else self._pages.window_need(other).least_pages
+        return num_pages + (0 if moments is None else moments.num_pages)
 
 
 def _waits_for_another(job: Job, others: Iterable[Job]) -> bool:

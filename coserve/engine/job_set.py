@@ -61,7 +61,7 @@ class JobSet(Mapping[str, Job]):
         self._jobs: dict[str, Job] = {}
         self._turns = JobTurns()
         self._num_tokens_forgotten = self._num_drops_forgotten = self._num_turns = 0
-        self._optimizers = OptimizerSwap(device, swap, owed, latency)
+        self._optimizers = OptimizerSwap(device, pages, swap, owed, latency)
         self._copies = JobCopies(device, owed, send)
         self._endings = JobEndings(
             device,
@@ -146,6 +146,11 @@ class JobSet(Mapping[str, Job]):
         return [job.packs.pages for job in self._jobs.values() if job.packs.pages is not None]
 
     @property
+    def with_optimizer(self) -> list[str]:
+        """Ids of jobs whose optimizers are on the device, or will be."""
+        return [job.id for job in self._jobs.values() if not (job.is_terminal or job.optimizer_away)]
+
+    @property
     def on_host(self) -> list[HostOwner]:
         """What they have there."""
         packs: list[HostOwner] = [("pack", job.id) for job in self._jobs.values() if job.packs.swapped]
@@ -163,6 +168,8 @@ class JobSet(Mapping[str, Job]):
         for job in jobs:
             if job.optimizer_away or job.memory_failures.num_turns or job.id in without:
                 continue
+            if not self._optimizers.is_ready(job) and job.update_due:
+                continue  # others have the pages of its moments
             is_one_alone |= job.is_alone
             if (view := job.view(now_s, self._packs.num_pages(job))) is not None:
                 found.append(view)
@@ -190,6 +197,7 @@ class JobSet(Mapping[str, Job]):
         self._milestones.note_change(job)  # to what it resumes from
         self._counters.arrive(job.tenant)
         self._milestones.serve_again(job)
+        self._optimizers.place(job)
         self.catch_up()
 
     def pause(self, job_id: str) -> None:
@@ -254,10 +262,13 @@ class JobSet(Mapping[str, Job]):
         for job in list(self._jobs.values()):
             if job.optimizer_away and job.state == "running" and not job.memory_failures.num_turns:
                 self._bring_back_optimizer(job)
+            if job.state == "running" and not job.optimizer_away:
+                self._place_moments(job)
             if job.exchange is not None:
                 self._exchange.take_part(job)
             if job.follow_due or job.answers_due:
                 self._milestones.follow(job)
+            self._optimizers.hold(job)
         self._owed.settle()
 
     def settle(self) -> None:
@@ -267,12 +278,20 @@ class JobSet(Mapping[str, Job]):
     # -- packs ------------------------------------------------------------------------
 
     def begin(self, job_id: str) -> bool:
-        """Give a job the memory of its next pack; False, and it has none, if it cannot be had now."""
-        return self._packs.begin(self._jobs[job_id], self._jobs.values())
+        """Give a job the memory of its next pack, and of its moments if those need pages; False, and it has no pack, if
+        it cannot be had now.
+        """
+        job = self._jobs[job_id]
+        self._optimizers.hold(job, for_pack=True)
+        try:
+            return self._packs.begin(job, self._jobs.values())
+        finally:
+            self._optimizers.hold(job)
 
     def drop(self, job: Job) -> None:
         """Take its pack's pages; the pack comes back from the host later, or is begun again."""
         self._packs.put_away(job, self._device.clock.now())
+        self._optimizers.hold(job)
         self.settle()
 
     def count_turn(self) -> None:
@@ -281,6 +300,10 @@ class JobSet(Mapping[str, Job]):
         for job in self._jobs.values():
             if job.memory_failures.num_turns:
                 job.memory_failures.note_turn()
+
+    def _place_moments(self, job: Job) -> None:
+        if job.follow_due or (not self._optimizers.is_ready(job) and job.update_due):
+            self._optimizers.place(job)
 
     def _bring_back_optimizer(self, job: Job) -> None:
         try:

@@ -118,6 +118,13 @@ def with_pack_size(
     longest = max(len(example.tokens) for example in packed_apart(examples, config))
     if costs.other is not None:
         num_all -= _window_pages(costs.other, pages, model)
+    if costs.moments_need_pages:
+        num_all -= pages.num_pages(costs.optimizer_bytes)
+        if num_all <= 0:
+            raise JobError(
+                f"its optimizer's moments take {costs.optimizer_bytes:,} bytes, more than the page pool has, and the "
+                "device has no room for them beside it: lower the adapter's rank, or train fewer layers"
+            )
 
     def num_pages(num_rows: int) -> int:
         return sum(pages.num_pages(group_bytes(tensors, num_rows)) for tensors in costs.training)

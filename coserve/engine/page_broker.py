@@ -1,15 +1,18 @@
-"""Who holds which pages: requests' keys and values, packs of jobs, and prefixes that may be shared again."""
+"""Who holds which pages: requests' keys and values, packs and optimizers of jobs, and prefixes that may be shared
+again.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from coserve.devices.base import Device
-from coserve.devices.job_messages import OtherModel, ResizeWindow
+from coserve.devices.job_messages import OtherModel, PlaceOptimizer, ResizeWindow
 from coserve.devices.messages import Command
 from coserve.errors import BudgetError
 from coserve.memory.kv_cache import OWNER as KV_OWNER
 from coserve.memory.kv_cache import KvCache
+from coserve.memory.optimizer_pages import OWNER as OPTIMIZER_OWNER
 from coserve.memory.pack_pages import OWNER as PACK_OWNER
 from coserve.memory.pack_pages import PackPages, no_such_run, take_runs
 from coserve.memory.pages import PagePool
@@ -23,6 +26,13 @@ class WindowNeed(NamedTuple):
 
     least_pages: int
     most_pages: int
+
+
+class MomentsNeed(NamedTuple):
+    """Pages without which a job's moments do not let it have a pack."""
+
+    job: str
+    num_pages: int
 
 
 class PageBroker:
@@ -52,7 +62,7 @@ class PageBroker:
     @property
     def num_available(self) -> int:
         """Pages that could be had now: free ones, those of prefixes that no request uses, and what the window of
-        weights can lend.
+        weights and the optimizers of jobs can lend.
         """
         return self.cache.num_available
 
@@ -72,20 +82,46 @@ class PageBroker:
 
     def take_commands(self) -> list[Command]:
         """What the device must do before all else that is done with pages."""
-        found: list[Command] = []
-        if self.window.has_changed:
-            found.append(ResizeWindow(self.window.run.start, len(self.window.run)))
-            self.window.note_told()
+        if found := self._untold():
+            self.note_told()
         return found
 
-    def flush(self, device: Device) -> None:
-        """Have it do that now."""
+    def note_told(self, *, heard: bool = True) -> None:
+        """The device was told all; heard: whether that is known."""
+        self.cache.optimizers.note_told(heard=heard)
+        self.window.note_told(heard=heard)
+
+    def _untold(self) -> list[Command]:
+        """Moments and weights leave pages before moments come into them."""
+        coming = self.cache.optimizers.coming.items()
+        return [*self._leaving(), *[PlaceOptimizer(job, run.start, len(run)) for job, run in coming]]
+
+    def _leaving(self) -> list[Command]:
+        found: list[Command] = [PlaceOptimizer(job, 0, 0) for job in self.cache.optimizers.leaving]
         if self.window.has_changed:
-            device.execute(ResizeWindow(self.window.run.start, len(self.window.run)))
-            self.window.note_told()
+            found.append(ResizeWindow(self.window.run.start, len(self.window.run)))
+        return found
+
+    def flush_leaving(self, device: Device) -> None:
+        """Have it do that now of which others need the pages; `flush` is still to come."""
+        for command in self._leaving():
+            device.execute(command)
+        self.window.note_told()
+
+    def flush(self, device: Device) -> None:
+        """Have it do all of that now."""
+        if commands := self._untold():
+            self.note_told(heard=False)  # until it has done them
+            for command in commands:
+                device.execute(command)
+            self.note_told()
 
     def take_pack(
-        self, group_pages: Sequence[int | None], num_trained_parts: int, window: WindowNeed | None = None
+        self,
+        group_pages: Sequence[int | None],
+        num_trained_parts: int,
+        window: WindowNeed | None = None,
+        moments: MomentsNeed | None = None,
     ) -> PackPages:
         """Runs for a pack's groups (None: for this one none); BudgetError, and nothing is taken, if one cannot be had.
 
@@ -94,23 +130,32 @@ class PageBroker:
 
         window: of weights that it needs, which is taken with it if it is not there, and grows as far as it can, also
         into prefixes that no request has used since the last such pack was begun, and with pages of requests moved
-        aside. At most one pack has it.
+        aside. At most one pack has it. moments: that it needs in pages, which are taken with it if they have none, or
+        are in the way.
         """
-        if window is not None:
-            return self._take_with_window(group_pages, num_trained_parts, window)
-        runs = self._take_sizes(tuple([size for size in group_pages if size is not None]))
-        if len(runs) < len(group_pages):
-            taken = iter(runs)
-            return PackPages(
-                self.pool, [None if size is None else next(taken) for size in group_pages], num_trained_parts
-            )
-        return PackPages(self.pool, runs, num_trained_parts)
+        sizes = group_pages
+        if moments is not None and moments.job in self.cache.optimizers.runs:
+            with suppress(BudgetError):
+                return self.take_pack(group_pages, num_trained_parts, window)
+            self.cache.optimizers.withdraw(moments.job)
+        if moments is not None:
+            sizes = [*group_pages, moments.num_pages]
+        runs = self._take_groups(sizes) if window is None else self._take_with_window(sizes, window)
+        if moments is not None and (run := runs.pop()) is not None:
+            self._give_to_optimizer(moments.job, run)
+        return PackPages(self.pool, runs, num_trained_parts, None if window is None else self.window)
 
-    def _take_with_window(
-        self, group_pages: Sequence[int | None], num_trained_parts: int, need: WindowNeed
-    ) -> PackPages:
+    def _take_groups(self, group_pages: Sequence[int | None]) -> list[range | None]:
+        runs = self._take_sizes(tuple([size for size in group_pages if size is not None]))
+        if len(runs) == len(group_pages):
+            return [*runs]
+        taken = iter(runs)
+        return [None if size is None else next(taken) for size in group_pages]
+
+    def _take_with_window(self, group_pages: Sequence[int | None], need: WindowNeed) -> list[range | None]:
         sizes, window = tuple([size for size in group_pages if size is not None]), self.window
         runs: list[range] = []
+        self.cache.optimizers.lend(self.pool.num_pages)
         if len(window.run) >= need.least_pages:
             window.require(need.least_pages)
             # Before the pack, whose runs would lie in its way, and so far that they find room elsewhere.
@@ -131,8 +176,7 @@ class PageBroker:
         self._grow_window(need, num_kept=0, may_move=False)
         self._window_grew_at = self.cache.prefixes.num_released
         given = iter(runs)
-        found = [None if size is None else next(given) for size in group_pages]
-        return PackPages(self.pool, found, num_trained_parts, window)
+        return [None if size is None else next(given) for size in group_pages]
 
     def _grow_window(self, need: WindowNeed, *, num_kept: int, may_move: bool) -> None:
         """Into what is free and what nobody has used since a pack had it, right below it, but for as many pages; those
@@ -169,30 +213,58 @@ class PageBroker:
             self._refused[sizes] = str(refused)
             raise
 
-    def check_integrity(self, held: set[int], packs: Sequence[PackPages]) -> None:
-        """Assert that every page is free or owned, and that those owned are these requests' and packs'."""
+    def place_optimizer(self, job: str, num_bytes: int, *, num_pack_pages: int, needs_pages: bool = False) -> None:
+        """A run for a job's moments, which have none, if it can be had beside a pack of this many pages.
+
+        needs_pages: others give way to them, as to a pack; otherwise they get pages that are free, if optimizers have
+        no more than half of the pool then, and there is no window of weights, which has more use for them.
+        """
+        num_pages, optimizers = self.num_pages(num_bytes), self.cache.optimizers
+        if num_pages > (self.num_available if needs_pages else self.pool.num_free) - num_pack_pages:
+            return
+        if not needs_pages and (self.window.run or num_pages + optimizers.num_pages > self.pool.num_pages // 2):
+            return
+        with suppress(BudgetError):
+            (run,) = self._take_sizes((num_pages,)) if needs_pages else take_runs(self.pool, (num_pages,))
+            self._give_to_optimizer(job, run)
+
+    def _give_to_optimizer(self, job: str, run: range) -> None:
+        """What was taken as of a pack."""
+        self.pool.give_back_runs(PACK_OWNER, [run])
+        self.pool.take_these(OPTIMIZER_OWNER, run)
+        self.cache.optimizers.begin(job, run)
+
+    def check_integrity(self, held: set[int], packs: Sequence[PackPages], jobs: Collection[str] = ()) -> None:
+        """Assert that every page is free or owned, and that those owned are these requests', packs', and jobs'."""
         self.cache.check_integrity()
         owned = self.pool.num_pages_by_owner()
         kept = owned.get(KV_OWNER, 0) - self.cache.prefixes.num_evictable
         assert kept == len(held), f"{kept} pages are in use, requests hold {len(held)}"
         assert owned.get(PACK_OWNER, 0) == sum(pack.num_pages for pack in packs)
         assert owned.get(WINDOW_OWNER, 0) == len(self.window.run)
+        assert owned.get(OPTIMIZER_OWNER, 0) == self.cache.optimizers.num_pages
+        assert self.cache.optimizers.runs.keys() <= set(jobs), "an optimizer that is not there has pages"
 
     @property
     def _num_changes(self) -> int:
-        """Grows whenever a page becomes free or evictable that was neither."""
+        """Grows whenever a page becomes free, evictable or lendable that was none of these."""
         prefixes = self.cache.prefixes
-        return prefixes.num_released + self.pool.num_returned - prefixes.num_evicted
+        num_free = prefixes.num_released + self.pool.num_returned - prefixes.num_evicted
+        return num_free + self.cache.optimizers.num_let_go
 
     def _take_runs(self, sizes: Sequence[int]) -> list[range]:
         self.window.lend(sum(sizes) - self.pool.num_free)
-        try:
-            return self._take_free_runs(sizes)
-        except BudgetError:
-            if not self.window.num_lendable:
-                raise
-        self.window.lend(self.window.num_lendable)
-        return self._take_free_runs(sizes)
+        optimizers = self.cache.optimizers
+        while True:
+            try:
+                return self._take_free_runs(sizes)
+            except BudgetError:
+                if sum(sizes) > self.num_available or not (self.window.num_lendable or optimizers.num_lendable):
+                    raise
+            if self.window.num_lendable:
+                self.window.lend(self.window.num_lendable)
+            else:  # one after the other, as few as it takes
+                optimizers.lend(1)
 
     def _take_free_runs(self, sizes: Sequence[int]) -> list[range]:
         if sum(sizes) <= self.pool.num_free:

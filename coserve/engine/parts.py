@@ -117,4 +117,4 @@ class EngineParts:
         self.swap.check_integrity([*self.requests.waiting, *self.jobs.on_host, *self.adapters.on_host])
         self.handed.check_integrity(set(self.requests.waiting))
         held = {page for each in self.requests.running.values() if each.sequence for page in each.sequence.pages}
-        self.pages.check_integrity(held, self.jobs.packs)
+        self.pages.check_integrity(held, self.jobs.packs, self.jobs.with_optimizer)

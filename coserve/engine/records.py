@@ -93,11 +93,12 @@ class EngineStats:
     num_swapped_out, num_swapped_in: pages that were copied to the host, and back, whatever they are of. num_host_pages:
     that it has room for, of which num_host_pages_used are taken. handover: None if prefill and decode are together.
     num_pages_moved: of requests, that were copied to other pages so that a pack got neighbours.
-    give_back_s: the most seconds that a step has waited lately for pages of others, which were copied to the host or
-    held weights of other models.
+    give_back_s: the most seconds that a step has waited lately for pages of others, which were copied to the host, or
+    held moments or weights of other models.
     num_weight_bytes_copied, weights_wait_s, num_tasklets_declined: see `WindowUse`; the window's pages are in
-    num_pages_by_owner, as those of "weights". num_pages_for_requests: that requests could have now: free ones, those of
-    prefixes that no request uses, and of packs and batch work, which make room. slack: share of the time that SLOs of
+    num_pages_by_owner, as those of "weights", and those of moments as "optimizer". num_pages_for_requests: that
+    requests could have now: free ones, those of prefixes that no request uses, of optimizers, and of packs and batch
+    work, which make room. slack: share of the time that SLOs of
     requests leave over: 1 less the most that they needed of some seconds lately (`NeedView.time`), 0 at least; as of
     the last step.
     """

@@ -9,7 +9,8 @@ def take_stats(parts: EngineParts) -> EngineStats:
     """See `EngineStats`."""
     loop, requests, serving, jobs = parts.loop, parts.requests, parts.serving, parts.jobs
     pages, swap = parts.pages, parts.swap
-    owned = pages.pool.num_pages_by_owner()
+    owned, optimizers = pages.pool.num_pages_by_owner(), pages.cache.optimizers
+    num_held = owned.get(PACK_OWNER, 0) + optimizers.num_pages - optimizers.num_lendable
     num_batch_running, num_batch_waiting = requests.num_batch()
     return EngineStats(
         num_running=len(requests.running) - num_batch_running,
@@ -25,7 +26,7 @@ def take_stats(parts: EngineParts) -> EngineStats:
         num_pages=pages.pool.num_pages,
         num_pages_free=pages.pool.num_free,
         num_pages_by_owner=owned,
-        num_pages_for_requests=pages.num_available + owned.get(PACK_OWNER, 0) + requests.num_batch_pages(),
+        num_pages_for_requests=pages.num_available + num_held + requests.num_batch_pages(),
         slack=max(0.0, 1 - loop.last_need.time),
         margin=parts.latency.corrections.margin,
         num_slos_clamped=serving.num_slos_clamped,

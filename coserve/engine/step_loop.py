@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from coserve.devices.base import Device
-from coserve.devices.job_messages import ResizeWindow
+from coserve.devices.job_messages import PlaceOptimizer, ResizeWindow
 from coserve.devices.messages import ImportPages, OpenRequest
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.swap_messages import MovePages, SwapIn, SwapOut
@@ -140,7 +140,7 @@ class StepLoop:
                 result = self._device.collect()
             except BaseException as error:
                 self._swap.lose(step.batch.commands)
-                self._pages.window.note_told(heard=False)
+                self._pages.note_told(heard=False)
                 self._close_running()  # tokens that nobody has heard of may count as used there
                 self._jobs.abandon(step.batch, error)
                 raise
@@ -159,9 +159,9 @@ class StepLoop:
         """A step could not begin. Which of its commands, and of its requests' pages, the device knows of is not known:
         all requests that run are closed, and opened again when they are admitted.
         """
-        own = OpenRequest | SwapOut | SwapIn | ImportPages | ResizeWindow
+        own = OpenRequest | SwapOut | SwapIn | ImportPages | ResizeWindow | PlaceOptimizer
         lost = [command for command in batch.commands if not isinstance(command, own)]
-        self._pages.window.note_told(heard=False)
+        self._pages.note_told(heard=False)
         self._commands.extendleft(reversed(lost))
         self._swap.lose(batch.commands)
         self._close_running()
@@ -292,7 +292,8 @@ class StepLoop:
     def _apply(self, step: _Begun, result: StepResult, now_s: float) -> None:
         plan, batch, started_s = step.plan, step.batch, step.started_s
         self.num_steps += 1
-        self._swap.note_step(result.copy_s, result.weights_room_s)
+        have_left = any(isinstance(each, PlaceOptimizer) and not each.num_pages for each in batch.commands)
+        self._swap.note_step(result.copy_s, result.weights_room_s, have_left=have_left)
         self._max_step_rows = min(self._config.max_step_rows, self._max_step_rows + 1 + self._max_step_rows // 64)
         parameters = [self._jobs[job_id].costs.counts.num_parameters for job_id in plan.updates]
         models = {part.job: self._jobs[part.job].costs.counts.model for part in plan.tasklets}

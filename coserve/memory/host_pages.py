@@ -49,7 +49,7 @@ class HostPages:
                     size = place.stop - place.start
                     flat[place].copy_(source[start : start + size], non_blocking=self._is_cuda)
                     start += size
-                if self._stream is not None:
+                if self._stream is not None and source.is_cuda:
                     source.record_stream(self._stream)
 
     def load(self, shapes: Sequence[Tensor], slots: Sequence[int], *, on_device: bool = True) -> list[Tensor]:

@@ -7,6 +7,7 @@ first. Then nothing is shared: the state after a prefix is not kept.
 from collections.abc import Mapping, Sequence
 
 from coserve.errors import BudgetError
+from coserve.memory.optimizer_pages import OptimizerPages
 from coserve.memory.pages import PagePool
 from coserve.memory.prefix_index import PrefixIndex
 from coserve.memory.window_pages import WindowPages
@@ -22,13 +23,15 @@ class KvCache:
         self.pool, self.block_tokens, self.num_state_pages = pool, block_tokens, num_state_pages
         self.prefixes = PrefixIndex(block_tokens, shares=not num_state_pages)
         self.window = WindowPages(pool)
+        self.optimizers = OptimizerPages(pool)
 
     @property
     def num_available(self) -> int:
         """Pages that could be had now: free ones, those of prefixes that no sequence uses, and what the window of
-        weights can lend.
+        weights and the optimizers of jobs can lend.
         """
-        return self.pool.num_free + self.prefixes.num_evictable + self.window.num_lendable
+        others = self.window.num_lendable + self.optimizers.num_lendable
+        return self.pool.num_free + self.prefixes.num_evictable + others
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages of a sequence of this many tokens."""
@@ -53,12 +56,13 @@ class KvCache:
         return self.num_pages(num_tokens) - len(pages) + num_unused, len(pages) * self.block_tokens
 
     def take(self, num_pages: int) -> list[int]:
-        """Pages for a sequence, from the window of weights, then from unused beginnings, where the free ones do not
-        suffice; BudgetError takes nothing.
+        """Pages for a sequence, from the window of weights, then from unused beginnings, then from optimizers, where
+        the free ones do not suffice; BudgetError takes nothing.
         """
         if num_pages > self.num_available:
             raise BudgetError(f"{num_pages} pages asked for, {self.num_available} are available")
         self.window.lend(num_pages - self.pool.num_free)
+        self.optimizers.lend(num_pages - self.pool.num_free - self.prefixes.num_evictable)
         self.evict(num_pages - self.pool.num_free)
         pages = self.pool.take(OWNER, num_pages)
         self.prefixes.use(pages)

@@ -20,6 +20,7 @@ from coserve.devices.job_messages import (
     DropPack,
     DropTrainer,
     OpenTrainer,
+    PlaceOptimizer,
     PublishVersion,
     ReadContributions,
     TakeCheckpoint,
@@ -108,6 +109,7 @@ class ModelledDevice:
         self._overhead_s = 0.0  # of the step under way
         self._result: StepResult | None = None
         self._handlers: dict[type, Callable[[Any], Reply]] = {
+            PlaceOptimizer: self._place_optimizer,
             OpenRequest: self._open_request,
             CloseRequest: self._close_request,
             SwapOut: self._copy,
@@ -178,6 +180,13 @@ class ModelledDevice:
         num_tokens = len(command.pages) * self.info.block_tokens
         self.clock.advance(self._timer.with_noise(2 * num_tokens * self.info.profile.s_per_key))
 
+    def _place_optimizer(self, command: PlaceOptimizer) -> None:
+        """Moments are read and written at that pace, too, if there are any yet."""
+        trainer = self._trainers.get(command.job)
+        if trainer is not None and (num_pages := trainer.place(command.num_pages)):
+            num_tokens = num_pages * self.info.block_tokens
+            self._copy_s += self._timer.with_noise(2 * num_tokens * self.info.profile.s_per_key)
+
     def _copy_tensors(self, command: SwapOutTensors | SwapInTensors) -> None:
         self._count_copy(len(command.slots))
 
@@ -226,6 +235,8 @@ class ModelledDevice:
 
     def _run(self, batch: StepBatch) -> StepResult:
         times = self._timer.run(batch)
+        for update in batch.updates:
+            self._trainers[update.job].has_moments = True
         sampled = [rows for rows in batch.requests if rows.samples]
         tokens = {rows.request: self._token(rows) for rows in sampled}
         matched = {request: self._matchers[request] for request in tokens if request in self._matchers}

@@ -11,6 +11,8 @@ class ModelledTrainer:
 
     def __init__(self, config: AdapterConfig, opened: TrainerOpened) -> None:
         self.config, self.opened = config, opened
+        self.has_moments = False
+        self._num_moment_pages = 0
         self._cursor: Cursor | None = None
         self._view: JobView | None = None
 
@@ -36,6 +38,12 @@ class ModelledTrainer:
         self._cursor = Cursor(num_rows=num_rows, num_trained=num_trained, num_parts=num_parts)
         mean_context_len = sum([length * (length + 1) / 2 for length in lengths]) / num_rows
         self._view = JobView(command.job, "forward", num_rows, 0, 0, mean_context_len, self.opened.counts)
+
+    def place(self, num_pages: int) -> int:
+        """Its moments lie in as many pages now (0: beside them); returns of how many they were moved."""
+        moved = max(num_pages, self._num_moment_pages) if num_pages != self._num_moment_pages else 0
+        self._num_moment_pages = num_pages
+        return moved if self.has_moments else 0
 
     def drop(self) -> None:
         """It has no pack any more."""

@@ -18,9 +18,11 @@ class AdapterOptimizer:
     """AdamW on an adapter's float32 masters, in place."""
 
     def __init__(self, masters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
+        """room: where the moments are to lie from the first step on, by name; None: anywhere."""
         assert all(master.is_contiguous() for master in masters.values()), "fused AdamW goes by where elements lie"
         self.config = config
         self.num_steps_done = 0
+        self.room: Mapping[str, Tensor] | None = None
         self._masters = masters
         self._adamw = torch.optim.AdamW(
             list(masters.values()),
@@ -50,11 +52,31 @@ class AdapterOptimizer:
             group["lr"] = rate
         for master, gradient in zip(self._masters.values(), sums, strict=True):
             master.grad = gradient.contiguous()
+        self._begin_in_room()
         self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
         self._adamw.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         return norm
+
+    def _begin_in_room(self) -> None:
+        """As AdamW begins by itself."""
+        if self.room is None:
+            return
+        for name, master in self._masters.items():
+            if not self._adamw.state.get(master):
+                step = torch.zeros((), dtype=torch.float32, device=master.device)
+                self._adamw.state[master] = {"step": step} | {
+                    field: self.room[f"{name}/{field}"].zero_() for field in _MOMENTS
+                }
+
+    def moment_shapes(self) -> dict[str, Tensor]:
+        """Tensors without memory, of the shapes and strides of `moments`, also before the first step."""
+        return {
+            f"{name}/{field}": torch.empty_like(master, device="meta")
+            for name, master in self._masters.items()
+            for field in _MOMENTS
+        }
 
     @property
     def moments(self) -> dict[str, Tensor]:
@@ -72,16 +94,19 @@ class AdapterOptimizer:
             name, _, field = key.rpartition("/")
             self._adamw.state[self._masters[name]][field] = value
 
-    def state(self) -> dict[str, Tensor]:
-        """All that a checkpoint needs, as tensors by name; `load_state` is the inverse."""
+    def state(self, *, on_host: bool = False) -> dict[str, Tensor]:
+        """All that a checkpoint needs, as tensors by name, copied; `load_state` is the inverse. on_host: to the CPU."""
         tensors = {"num_steps_done": torch.tensor(self.num_steps_done)}
         for name, master in self._masters.items():
             for field, value in self._adamw.state.get(master, {}).items():
-                tensors[f"{name}/{field}"] = value.clone(memory_format=torch.contiguous_format)
+                device = "cpu" if on_host else value.device
+                tensors[f"{name}/{field}"] = value.to(device, copy=True, memory_format=torch.contiguous_format)
         return tensors
 
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue where `state` was taken; ValueError, and nothing has changed, if these are not this adapter's."""
+    def load_state(self, tensors: Mapping[str, Tensor], *, on_host: bool = False) -> None:
+        """Continue where `state` was taken; ValueError, and nothing has changed, if these are not this adapter's.
+        on_host: with the moments on the CPU, from where they must be moved before a step.
+        """
         num_steps_done = int(tensors["num_steps_done"])
         states: dict[str, dict[str, Tensor]] = {}
         for name, master in self._masters.items():
@@ -94,7 +119,10 @@ class AdapterOptimizer:
             if any(value.shape != master.shape for field, value in fields.items() if field != "step"):
                 raise ValueError(f"the optimizer's state of {name} must have its shape, {list(master.shape)}")
             # Fused, it keeps even the count of its steps beside the parameter.
-            states[name] = {field: value.to(master.device, copy=True) for field, value in fields.items()}
+            states[name] = {
+                field: value.to("cpu" if on_host and field in _MOMENTS else master.device, copy=True)
+                for field, value in fields.items()
+            }
         self.num_steps_done = num_steps_done
         for name, master in self._masters.items():
             self._adamw.state[master] = states[name]

@@ -7,13 +7,16 @@ import pytest
 import torch
 from support import make_adapter, make_backbone, model_directory, random_sequences, worst_error
 
+from coserve.devices.optimizer_memory import OptimizerMemory
 from coserve.memory.host_pages import HostPages
 from coserve.memory.paged_kv import PagedKv
 from coserve.memory.weight_window import WeightWindow
 from coserve.models import load_backbone
 from coserve.models.mapped_weights import MappedWeights
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
+from coserve.tuning.config import OptimizerConfig
 from coserve.tuning.layerwise import LayerwisePass
+from coserve.tuning.optimizer import AdapterOptimizer
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +81,39 @@ def test_gradients_through_the_window_are_those_of_resident_weights(name):
         assert worst_error(gradients, expected.gradients) < 1e-4
     assert window.num_bytes_copied > window.all_bytes, "it was too small for all of it"
     window.close()
+
+
+def test_moments_in_pages_on_the_host_and_back_give_the_same_steps():
+    backbone = load_backbone(str(model_directory("llama")), device="cuda")
+    pages = PagedKv(backbone, num_pages=400, block_tokens=4)
+    adapters = [make_adapter(backbone, seed=1) for _ in range(2)]
+    config = OptimizerConfig(learning_rate=1e-2)
+    beside, placed = [AdapterOptimizer(adapter.masters, config) for adapter in adapters]
+    memory = OptimizerMemory(placed, backbone.device, need_pages=True)
+    size = -(-sum(2 * each.nbytes for each in adapters[0].masters.values()) // pages.page_bytes)
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    for run in ((7, size), (7, size), (0, 0), (100, size), (103, size)):
+        memory.place(pages, *run)
+        moments = placed.moments.values()
+        assert all(each.is_cuda == bool(run[1]) for each in moments)
+        if not run[1]:
+            pages.storage.random_(0, 255, generator=generator)  # others have the pages
+            continue
+        gradients = {
+            name: torch.randn(each.shape, device="cuda", generator=generator)
+            for name, each in adapters[0].masters.items()
+        }
+        for optimizer in (beside, placed):
+            copies = {name: gradient.clone() for name, gradient in gradients.items()}
+            optimizer.step(copies, num_trained=3, num_steps=10)
+    for name, master in adapters[0].masters.items():
+        assert torch.equal(master, adapters[1].masters[name])
+    state = placed.state(on_host=True)
+    assert all(not value.is_cuda for value in state.values())
+    assert all(torch.equal(state[name], value.cpu()) for name, value in beside.state().items())
+    resumed = AdapterOptimizer(adapters[0].masters, config)
+    resumed.load_state(state, on_host=True)
+    assert not any(each.is_cuda for each in resumed.moments.values())
+    OptimizerMemory(resumed, backbone.device, need_pages=True).place(pages, 5, size)
+    assert all(torch.equal(value.cpu(), state[name]) for name, value in resumed.moments.items())
+    assert all(each.is_cuda for each in resumed.moments.values())

@@ -4,7 +4,8 @@ from random import Random
 
 import pytest
 
-from coserve.engine.page_broker import PageBroker
+from coserve.devices.job_messages import PlaceOptimizer
+from coserve.engine.page_broker import MomentsNeed, PageBroker
 from coserve.errors import BudgetError
 from coserve.memory.pages import PagePool
 from coserve.memory.run_search import RunSearch
@@ -42,6 +43,90 @@ def test_a_run_of_neighbours_forgets_no_more_prefixes_than_lie_in_it():
     assert [known_blocks(broker, number, 4) for number in range(4)] == [4, 4, 4, 2]
     pack.release()
     broker.check_integrity(set(), [])
+
+
+def test_requests_and_packs_take_the_pages_of_optimizers_as_if_they_were_free():
+    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK)
+    for job, num_pages in (("first", 6), ("second", 3)):
+        broker.place_optimizer(job, num_pages * PAGE_BYTES, num_pack_pages=4)
+    assert broker.cache.optimizers.runs == {"first": range(14, 20), "second": range(11, 14)}
+    assert broker.take_commands() == [PlaceOptimizer("first", 14, 6), PlaceOptimizer("second", 11, 3)]
+    assert (broker.pool.num_free, broker.num_available) == (11, 20)
+    pack = broker.take_pack([9, 4], 1)  # 11 pages are free: the youngest makes room
+    assert broker.cache.optimizers.runs == {"first": range(14, 20)}
+    assert broker.take_commands() == [PlaceOptimizer("second", 0, 0)] and not broker.take_commands()
+    request = broker.cache.open((), 7 * BLOCK)
+    request.reserve(7 * BLOCK)
+    assert not broker.cache.optimizers.runs and broker.take_commands() == [PlaceOptimizer("first", 0, 0)]
+    broker.check_integrity(set(request.pages), [pack])
+    request.close()
+    pack.release()
+    assert broker.pool.num_free == 20
+
+
+def test_optimizers_get_no_pages_that_others_would_take_at_once():
+    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK)
+    for num_pages, num_pack_pages in ((11, 0), (8, 13)):  # more than half of the pool; too many beside a pack
+        broker.place_optimizer("job", num_pages * PAGE_BYTES, num_pack_pages=num_pack_pages)
+        assert not broker.cache.optimizers.runs
+    broker.place_optimizer("job", 8 * PAGE_BYTES, num_pack_pages=12)
+    broker.place_optimizer("other", 3 * PAGE_BYTES, num_pack_pages=0)
+    assert broker.cache.optimizers.runs.keys() == {"job"}, "all of them have no more than half"
+
+
+def test_a_device_that_may_not_have_heard_is_told_again_where_optimizers_lie():
+    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK)
+    for job in ("first", "second", "third"):
+        broker.place_optimizer(job, 3 * PAGE_BYTES, num_pack_pages=0)
+    assert broker.take_commands() == [
+        PlaceOptimizer("first", 17, 3),
+        PlaceOptimizer("second", 14, 3),
+        PlaceOptimizer("third", 11, 3),
+    ]
+    assert not broker.take_commands()
+    broker.cache.optimizers.lend(1)
+    broker.place_optimizer("fourth", 3 * PAGE_BYTES, num_pack_pages=0)
+    told = [PlaceOptimizer("third", 0, 0), PlaceOptimizer("fourth", 11, 3)]
+    assert broker.take_commands() == told, "what leaves pages comes before what takes some"
+    broker.cache.optimizers.release("second")  # to the host, say
+    broker.note_told(heard=False)
+    everywhere = broker.take_commands()
+    assert set(everywhere[:3]) == {PlaceOptimizer(job, 0, 0) for job in ("first", "third", "fourth")}
+    assert everywhere[3:] == [PlaceOptimizer("first", 17, 3), PlaceOptimizer("fourth", 11, 3)]
+
+
+def test_moments_that_lie_in_the_way_of_their_own_pack_get_pages_with_it():
+    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK)
+    broker.place_optimizer("above", 6 * PAGE_BYTES, num_pack_pages=0)
+    broker.place_optimizer("job", 3 * PAGE_BYTES, num_pack_pages=0, needs_pages=True)
+    broker.cache.optimizers.release("above")
+    assert dict(broker.cache.optimizers.runs) == {"job": range(11, 14)}
+    broker.take_commands()
+    broker.cache.optimizers.hold("job", is_held=True)
+    with pytest.raises(BudgetError):
+        broker.take_pack([12], 1)
+    pack = broker.take_pack([12, 5], 1, moments=MomentsNeed("job", 3))
+    (run,) = broker.cache.optimizers.runs.values()
+    assert len(run) == 3 and not broker.pool.num_free
+    assert broker.take_commands() == [PlaceOptimizer("job", 0, 0), PlaceOptimizer("job", run.start, 3)]
+    broker.check_integrity(set(), [pack], ["job"])
+
+
+def test_pages_that_are_held_are_nobody_elses():
+    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK)
+    for job in ("first", "second"):
+        broker.place_optimizer(job, 5 * PAGE_BYTES, num_pack_pages=0, needs_pages=True)
+    broker.cache.optimizers.hold("first", is_held=True)
+    assert broker.num_available == 15
+    with pytest.raises(BudgetError):
+        broker.take_pack([16], 1)
+    with pytest.raises(BudgetError):
+        broker.cache.take(16)
+    assert broker.cache.optimizers.runs.keys() == {"first", "second"}, "nothing is taken"
+    broker.take_pack([15], 1).release()
+    assert broker.cache.optimizers.runs.keys() == {"first"}
+    broker.cache.optimizers.hold("first", is_held=False)
+    assert len(broker.cache.take(20)) == 20
 
 
 def test_a_run_that_cannot_be_had_forgets_nothing():

@@ -12,6 +12,7 @@ from dataclasses import replace as replace_fields
 from functools import singledispatchmethod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from msgspec.structs import replace
 
@@ -23,6 +24,7 @@ from coserve.devices.job_messages import (
     DropPack,
     DropTrainer,
     OpenTrainer,
+    PlaceOptimizer,
     PublishVersion,
     TakeCheckpoint,
     TrainerOpened,
@@ -133,6 +135,7 @@ class _Trainer:
     costs: TrainerOpened
     is_open: bool = True
     optimizer_away: bool = False
+    run: range = range(0)  # where the moments lie, if not beside the pool
     pack: _Pack | None = None
     last: _Pack | None = None
     gathered: list[_Pack] = field(default_factory=list)
@@ -163,6 +166,7 @@ class LedgerDevice:
         self._away: set[str] = set()  # versions on the host
         self._num_packs = 0
         self.num_packs_moved = self.num_pages_moved = self.num_optimizers_back = self.num_versions_back = 0
+        self.num_optimizers_placed = 0
         self._result: StepResult | None = None
 
     def execute(self, command: Command) -> Reply:
@@ -173,6 +177,9 @@ class LedgerDevice:
         self._book(command)
         if isinstance(command, OpenTrainer):
             assert isinstance(reply, TrainerOpened)
+            num_moment_pages = -(-reply.optimizer_bytes // self.info.page_bytes)
+            if crc32(command.job.encode()) % 2 and 4 * num_moment_pages <= self.info.num_pages:
+                reply = replace(reply, moments_need_pages=True)  # as if there were no memory beside the pool
             self.trainers[command.job] = _Trainer(adapter=self._beginning(command), costs=reply)
         return reply
 
@@ -226,7 +233,10 @@ class LedgerDevice:
         assert trainer.is_open and trainer.pack is None and packs and not trainer.optimizer_away
         assert update.num_trained == sum(pack.cursor.num_trained for pack in packs)
         step = tuple(sorted(pack.learned for pack in packs))
+        self._check_moments(update.job)
+        assert trainer.run or not trainer.costs.moments_need_pages, "a step without pages for its moments"
         trainer.adapter = replace_fields(trainer.adapter, steps=(*trainer.adapter.steps, step))
+        self._fill_moments(update.job)
 
     def _run_requests(self, batch: StepBatch) -> None:
         """All rows write their keys and values; then each must find those of all tokens before it."""
@@ -267,6 +277,21 @@ class LedgerDevice:
         """Its pages hold what it has saved so far."""
         for page, content in zip(pack.pages.pages, pack.contents(), strict=True):
             self._slots[page] = [content] * self.info.block_tokens
+
+    def _moments(self, job: str) -> list[int]:
+        """What lies in each page of a job's moments; before the first step, nothing."""
+        trainer = self.trainers[job]
+        is_there = trainer.is_open and not trainer.optimizer_away and trainer.adapter.steps
+        return [hash((job, trainer.adapter.steps, place)) for place in range(len(trainer.run))] if is_there else []
+
+    def _fill_moments(self, job: str) -> None:
+        self._lose_packs(set(self.trainers[job].run))
+        for page, content in zip(self.trainers[job].run, self._moments(job), strict=False):
+            self._slots[page] = [content] * self.info.block_tokens
+
+    def _check_moments(self, job: str) -> None:
+        for page, content in zip(self.trainers[job].run, self._moments(job), strict=False):
+            assert self._slots[page] == [content] * self.info.block_tokens, f"something else than the moments of {job}"
 
     def _lose_packs(self, pages: set[int]) -> None:
         """Something else comes into these pages."""
@@ -330,7 +355,8 @@ class LedgerDevice:
         if content is None:
             return
         if command.job:
-            self.trainers[command.job].optimizer_away = True
+            self._check_moments(command.job)
+            self.trainers[command.job].optimizer_away, self.trainers[command.job].run = True, range(0)
         else:
             self._away.add(command.version)
         for place, slot in enumerate(command.slots):
@@ -347,10 +373,22 @@ class LedgerDevice:
         ], "something else lies in its slots"
         if trainer is not None:
             trainer.optimizer_away = False
+            self._fill_moments(command.job)
             self.num_optimizers_back += 1
         else:
             self._away.discard(command.version)
             self.num_versions_back += 1
+
+    @_book.register
+    def _(self, command: PlaceOptimizer) -> None:
+        trainer = self.trainers.get(command.job)
+        run = range(command.first_page, command.first_page + command.num_pages)
+        if trainer is None or not trainer.is_open or trainer.run == run:
+            return
+        self._check_moments(command.job)
+        trainer.run = run
+        self._fill_moments(command.job)
+        self.num_optimizers_placed += 1
 
     def _content(self, command: SwapOutTensors | SwapInTensors, *, is_away: bool = False) -> Hashable:
         """Of tensors that are there, or on the host; None if they are not."""
@@ -384,7 +422,7 @@ class LedgerDevice:
     def _(self, command: CloseTrainer) -> None:
         trainer = self.trainers[command.job]
         trainer.drop_pack()
-        trainer.gathered, trainer.is_open = [], False
+        trainer.gathered, trainer.is_open, trainer.run = [], False, range(0)
 
     @_book.register
     def _(self, command: DropTrainer) -> None:
@@ -439,6 +477,7 @@ class LedgerDevice:
     def _(self, command: TakeCheckpoint) -> None:
         assert command.checkpoint not in self.copies
         trainer = self.trainers[command.job]
+        self._check_moments(command.job)
         self.copies[command.checkpoint] = trainer.adapter, trainer.is_open
 
     @_book.register

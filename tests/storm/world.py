@@ -205,6 +205,7 @@ class World:
         self.counts["pages to the host"] += stats.num_swapped_out
         self.counts["packs from the host"] += self.ledger.num_packs_moved
         self.counts["pages moved aside"] += self.ledger.num_pages_moved
+        self.counts["optimizers placed"] += self.ledger.num_optimizers_placed
         self.counts["optimizers from the host"] += self.ledger.num_optimizers_back
         self.counts["adapters from the host"] += self.ledger.num_versions_back
         self.counts["pages from the host"] += stats.num_swapped_in

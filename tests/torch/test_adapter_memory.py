@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from support import make_adapter, make_backbone
 from coserve.adapters import LoraConfig, load_adapter, save_adapter
 from coserve.adapters.base import AdapterLayout
 from coserve.devices import adapter_memory
-from coserve.devices.adapter_memory import AdapterMemory
+from coserve.devices.adapter_memory import AdapterMemory, room_for_a_job
+from coserve.devices.process_memory import pool_bytes
 from coserve.errors import AdapterError, AdapterTooLargeError
 from coserve.tuning.config import TuningConfig
 
 # More than any machine has: 550 GB at one module.
 HUGE = 2**31 - 1
+REFERENCE = LoraConfig(r=16, target_modules="all-linear").sizes(make_backbone("llama").architecture)
 ONE_MODULE: dict[str, Any] = {"target_modules": ["q_proj"], "layers_to_transform": [0]}
 # Without a check this rank takes 1.6 GB.
 LARGE = 300_000
@@ -169,3 +172,39 @@ def test_those_that_load_at_the_same_time_share_what_is_free(monkeypatch):
             memory.for_serving("three", layout),
         ):
             pass
+
+
+@pytest.mark.parametrize(
+    ("free", "is_apart", "fits", "need_pages"),
+    [
+        (46, False, True, False),
+        (44, False, False, False),
+        (41, True, True, False),
+        (39, True, True, True),
+        (26, True, True, True),
+        (24, True, False, True),
+    ],
+)
+def test_moments_may_lie_in_pages_where_the_hosts_memory_is_another_one(free, is_apart, fits, need_pages, monkeypatch):
+    """free: bytes for each parameter, of which 80% count. All that training takes is 9 numbers of 4 bytes, 4 of these
+    for moments; one is there when they are asked about.
+    """
+    layout = LoraConfig(**ONE_MODULE).sizes(make_backbone("llama").architecture)
+    num_parameters = layout.num_parameters
+    monkeypatch.setattr(adapter_memory, "available_bytes", lambda device: free * num_parameters)
+    memory = AdapterMemory(torch.device("cpu"), torch.float32, host_is_apart=is_apart)
+    refused = pytest.raises(AdapterTooLargeError, match="or start with less --memory for the page pool")
+    with nullcontext() if fits else refused, memory.for_training("job x", layout):
+        pass
+    assert memory.moments_need_pages(num_parameters) == need_pages
+
+
+def test_a_gpus_pool_leaves_room_for_a_job(monkeypatch):
+    """A GPU of 24 GB with an 8B model on it has 7.5 GB free, of which a job takes some."""
+    job_bytes = room_for_a_job(make_backbone("llama"))
+    assert job_bytes * 0.8 == pytest.approx(AdapterMemory(torch.device("cpu"), torch.float32).training_bytes(REFERENCE))
+    cuda, sizes = torch.device("cuda"), {}
+    for job_gb in (0.5, 1.5, 9.0):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7_500_000_000, 24_000_000_000))
+        sizes[job_gb] = pool_bytes(cuda, int(job_gb * 1e9)) / 1e9
+    assert sizes == pytest.approx({0.5: 0.85 * 7.5, 1.5: 0.95 * 7.5 - 1.5, 9.0: 0.25 * 7.5})

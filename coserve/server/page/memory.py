@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 # What owners of pages are, for those who have not read the code.
-_NAMES = {"kv": "requests (KV cache)", "activations": "jobs (activations)", "weights": "weights of other models"}
+_NAMES = {
+    "kv": "requests (KV cache)",
+    "activations": "jobs (activations)",
+    "optimizer": "jobs (optimizers)",
+    "weights": "weights of other models",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
