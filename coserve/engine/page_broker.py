@@ -11,7 +11,7 @@ from coserve.errors import BudgetError
 from coserve.memory.kv_cache import OWNER as KV_OWNER
 from coserve.memory.kv_cache import KvCache
 from coserve.memory.pack_pages import OWNER as PACK_OWNER
-from coserve.memory.pack_pages import PackPages, no_such_run, take_runs
+from coserve.memory.pack_pages import PackPages, no_such_run
 from coserve.memory.pages import PagePool
 from coserve.memory.run_search import RunSearch
 from coserve.memory.window_pages import OWNER as WINDOW_OWNER
@@ -98,12 +98,10 @@ class PageBroker:
         """
         if window is not None:
             return self._take_with_window(group_pages, num_trained_parts, window)
-        runs = self._take_sizes(tuple([size for size in group_pages if size is not None]))
-        if len(runs) < len(group_pages):
-            taken = iter(runs)
-            return PackPages(
-                self.pool, [None if size is None else next(taken) for size in group_pages], num_trained_parts
-            )
+        if None not in group_pages:  # of a pack that is new
+            return PackPages(self.pool, self._take_sizes(tuple(group_pages)), num_trained_parts)
+        taken = iter(self._take_sizes(tuple([size for size in group_pages if size is not None])))
+        runs = [None if size is None else next(taken) for size in group_pages]
         return PackPages(self.pool, runs, num_trained_parts)
 
     def _take_with_window(
@@ -195,10 +193,12 @@ class PageBroker:
         return self._take_free_runs(sizes)
 
     def _take_free_runs(self, sizes: Sequence[int]) -> list[range]:
-        if sum(sizes) <= self.pool.num_free:
-            with suppress(BudgetError):
-                return take_runs(self.pool, sizes)
         prefixes, pool = self.cache.prefixes, self.pool
+        if sum(sizes) <= pool.num_free:
+            runs = pool.take_runs(PACK_OWNER, sizes)
+            if len(runs) == len(sizes):
+                return runs
+            pool.give_back_runs(PACK_OWNER, runs)
         may_move = self.on_move is not None and sum(sizes) <= pool.num_free + prefixes.num_evictable
         search = RunSearch(pool.free_flags(), prefixes.evictable, prefixes.used if may_move else ())
         runs = search.place(sizes)

@@ -99,13 +99,20 @@ def _runs_whole(plan: Plan, reserved: Mapping[str, PlannedRows | None], jobs: Ma
         if rows.kind != "window":
             if reserved[rows.item] is not rows:
                 return False
-        elif not _has_pack(jobs, rows.item) or jobs[rows.item].memory_failures.limit(rows.rows) != rows.rows:
+        elif not _may_run(jobs, rows.item, rows.rows):
             return False
-    pieces: tuple[PlannedLoss | PlannedTasklets, ...] = (*plan.losses, *plan.tasklets)
-    for piece in pieces:
-        if not _has_pack(jobs, piece.job) or jobs[piece.job].memory_failures.limit(piece.rows) != piece.rows:
+    for piece in (*plan.losses, *plan.tasklets):
+        if not _may_run(jobs, piece.job, piece.rows):
             return False
-    return all(job in jobs and jobs[job].update_due for job in plan.updates)
+    return not plan.updates or all(job in jobs and jobs[job].update_due for job in plan.updates)
+
+
+def _may_run(jobs: Mapping[str, Job], job_id: str, num_rows: int) -> bool:
+    """Whether as many rows of a job's pack can run at once."""
+    if job_id not in jobs:
+        return False
+    job = jobs[job_id]
+    return job.packs.current is not None and job.memory_failures.limit(num_rows) == num_rows
 
 
 def _window(planned: PlannedRows, jobs: Mapping[str, Job]) -> PlannedRows | None:
@@ -138,10 +145,10 @@ def build_batch(
     return StepBatch(
         step=step,
         commands=commands,
-        losses=tuple([LossRows(piece.job, piece.rows) for piece in plan.losses]),
+        losses=tuple([LossRows(piece.job, piece.rows) for piece in plan.losses]) if plan.losses else (),
         tasklets=tuple([Tasklets(part.job, part.rows, part.num_tasklets, part.group) for part in plan.tasklets]),
         updates=tuple([Update(job, jobs[job].num_trained, jobs[job].order.num_steps) for job in plan.updates]),
-        requests=tuple([rows for _, group in sorted(by_version.items()) for rows in group]),
+        requests=tuple([rows for _, group in sorted(by_version.items()) for rows in group]) if by_version else (),
         windows=tuple(windows),
         backward_limit_s=plan.backward_limit_s,
         partition=plan.partition,

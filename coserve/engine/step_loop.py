@@ -267,12 +267,12 @@ class StepLoop:
             requests, batch, waiting, batch_waiting = requests + batch, (), waiting + batch_waiting, ()
         self.last_need = self._serving.need.view(now_s)
         return View(
-            now_s=now_s,
-            requests=requests,
-            waiting=waiting,
-            batch=batch,
-            batch_waiting=batch_waiting,
-            jobs=self._jobs.views(now_s, without=without),
+            now_s,
+            requests,
+            waiting,
+            batch,
+            batch_waiting,
+            self._jobs.views(now_s, without=without),
             tenants=self._counters.views(),
             num_free_pages=self._pages.num_available,
             num_pages=self._pages.pool.num_pages,

@@ -47,6 +47,9 @@ class AgedFactors:
         believed, first_weight: what it was held for if this is the first step of its kind, and how far that one counts.
         """
         seen = self._seen.get(key)
+        if seen is not None and seen[0] == right and not self._ages:  # it is as it was, as without noise
+            self._seen[key] = right, self.num_steps
+            return
         old, weight = (believed, first_weight) if seen is None else (seen[0], _WEIGHT)
         factor = old if right == old else old * (right / old) ** weight
         self.num_changes += seen is None or factor != old or self._ages

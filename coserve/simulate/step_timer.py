@@ -79,8 +79,8 @@ class StepTimer:
         if batch.partition is not None:
             forward_s, speed = self._beside(batch, batch.partition)
         work = self._backward(batch, loss_s / speed, speed, forward_s)
-        updates = [_update_view(self._trainers[update.job].opened.counts) for update in batch.updates]
-        update_s = self.with_noise(sum([self._latency.update_s(view) for view in updates]))
+        updates = [self._trainers[update.job].opened.counts for update in batch.updates]
+        update_s = self.with_noise(sum([self._latency.update_s(_update_view(counts)) for counts in updates]))
         if batch.partition is None:
             has_rows = batch.requests or batch.windows
             forward_s = self.with_noise(self._latency.forward_s(self._load(batch)) if has_rows else 0.0)
@@ -162,8 +162,9 @@ class StepTimer:
     def _load(self, batch: StepBatch) -> ForwardLoad:
         """What the forward pass is made of; windows count as run."""
         load = ForwardLoad()
-        for rows in [rows for rows in batch.requests if rows.tokens]:
-            load.add_request(self._request_view(rows), len(rows.tokens))
+        for rows in batch.requests:
+            if rows.tokens:
+                load.add_request(self._request_view(rows), len(rows.tokens))
         for window in batch.windows:
             trainer = self._trainers[window.job]
             self._latency.add_window(load, trainer.view, window.num_rows)
