@@ -45,7 +45,7 @@ class JobSteps:
             jobs[piece.job].packs.run_loss(piece)
         for tasklets in batch.tasklets:
             jobs[tasklets.job].packs.run_tasklets(tasklets, result.num_tasklets[tasklets.job])
-        for job_id, group in joined_jobs(batch, result).items():
+        for job_id, group in joined_jobs(batch, result).items() if batch.tasklets else ():
             jobs[job_id].joined = group
         self.window_use.add(result)
         for job_id, message in result.broken.items():

@@ -15,7 +15,6 @@ from coserve.memory.pack_pages import PackPages, no_such_run
 from coserve.memory.pages import PagePool
 from coserve.memory.run_search import RunSearch
 from coserve.memory.window_pages import OWNER as WINDOW_OWNER
-from coserve.memory.window_pages import WindowPages
 
 
 class WindowNeed(NamedTuple):
@@ -41,6 +40,7 @@ class PageBroker:
         self.max_window_bytes = num_pages * page_bytes if max_window_bytes is None else max_window_bytes
         self.pool = PagePool(num_pages, page_bytes)
         self.cache = KvCache(self.pool, block_tokens=block_tokens, num_state_pages=num_state_pages)
+        self.window = self.cache.window  # of weights of models that jobs train beside the one that serves
         # Sizes of groups that could not be had since the last change, and why.
         self._refused: dict[tuple[int, ...], str] = {}
         self._refused_at = 0
@@ -55,11 +55,6 @@ class PageBroker:
         weights can lend.
         """
         return self.cache.num_available
-
-    @property
-    def window(self) -> WindowPages:
-        """Of weights of models that jobs train beside the one that serves."""
-        return self.cache.window
 
     def num_pages(self, num_bytes: int) -> int:
         """Pages of a run of this many bytes."""

@@ -185,7 +185,7 @@ def observe(
         # Waiting for weights is no work.
         seconds = result.backward_s - result.weights_wait_s
         corrections.observe(section, num_rows, False, predicted_s=after_s, measured_s=seconds)
-    for number in {size_class(number): number for number in parameters}.values():
+    for number in {size_class(number): number for number in parameters}.values() if parameters else ():
         corrections.observe("update", number, False, predicted_s=plan.update_s, measured_s=result.update_s)
     latency.overhead.observe(step_s - result.seconds, begins=bool(plan.begin))
     # No plan counts copies, and waiting for them: they teach nothing about what it does count.
@@ -196,7 +196,7 @@ def observe(
 def _observe_forward_and_loss(corrections: Corrections, plan: Plan, result: StepResult) -> None:
     if plan.rows:
         num_rows = sum([rows.rows for rows in plan.rows])
-        windows = any(rows.kind == "window" for rows in plan.rows)
+        windows = "window" in [rows.kind for rows in plan.rows]
         corrections.observe("forward", num_rows, windows, predicted_s=plan.forward_s, measured_s=result.forward_s)
     if plan.losses:
         num_rows = sum([piece.rows for piece in plan.losses])
