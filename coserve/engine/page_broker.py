@@ -93,10 +93,12 @@ class PageBroker:
         """
         if window is not None:
             return self._take_with_window(group_pages, num_trained_parts, window)
-        if None not in group_pages:  # of a pack that is new
-            return PackPages(self.pool, self._take_sizes(tuple(group_pages)), num_trained_parts)
-        taken = iter(self._take_sizes(tuple([size for size in group_pages if size is not None])))
-        runs = [None if size is None else next(taken) for size in group_pages]
+        runs = self._take_sizes(tuple([size for size in group_pages if size is not None]))
+        if len(runs) < len(group_pages):
+            taken = iter(runs)
+            return PackPages(
+                self.pool, [None if size is None else next(taken) for size in group_pages], num_trained_parts
+            )
         return PackPages(self.pool, runs, num_trained_parts)
 
     def _take_with_window(

@@ -101,7 +101,8 @@ def _runs_whole(plan: Plan, reserved: Mapping[str, PlannedRows | None], jobs: Ma
                 return False
         elif not _may_run(jobs, rows.item, rows.rows):
             return False
-    for piece in (*plan.losses, *plan.tasklets):
+    pieces: tuple[PlannedLoss | PlannedTasklets, ...] = (*plan.losses, *plan.tasklets)
+    for piece in pieces:
         if not _may_run(jobs, piece.job, piece.rows):
             return False
     return not plan.updates or all(job in jobs and jobs[job].update_due for job in plan.updates)

@@ -234,7 +234,7 @@ class StepLoop:
             if not planned.begin:
                 return view, plan
             begun = [self._jobs[job] for job in planned.begin if job in self._jobs]
-            new = frozenset(job.id for job in begun if not job.has_pack) - failed
+            new = frozenset([job.id for job in begun if not job.has_pack]) - failed
             if not new:
                 return view, plan
             failed |= new
@@ -300,7 +300,8 @@ class StepLoop:
         taken = taken_of(plan, step_s=result.seconds - result.copy_s, forward_s=result.forward_s)
         self._serving.taken_time.add(taken, started_s=started_s, ended_s=now_s)
         self._serving.need.add_step(plan, taken, started_s=started_s, ended_s=now_s)
-        self._serving.apply(batch, result, started_s=started_s, now_s=now_s)
+        if batch.requests:
+            self._serving.apply(batch, result, started_s=started_s, now_s=now_s)
         self._jobs.apply(batch, result, started_s=started_s, now_s=now_s)
         self._note_model_changes()
         self._follow_device()

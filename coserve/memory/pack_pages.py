@@ -45,7 +45,7 @@ class PackPages:
         """
         self._pool, self._window = pool, window
         self.runs: list[range | None] = list(runs)
-        held = [run for run in runs if run is not None] if None in runs else list(runs)
+        held = [run for run in runs if run is not None]
         lengths = tuple(map(len, held))
         self.num_pages = sum(lengths)  # that it still holds
         self._first_trained = len(runs) - num_trained_parts

@@ -1,6 +1,6 @@
 """What predictions are off by, by kind: steps move these factors, and with age they give way to wider ones."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 # Weight of the newest step in a factor.
 _WEIGHT = 0.15
@@ -47,13 +47,22 @@ class AgedFactors:
         believed, first_weight: what it was held for if this is the first step of its kind, and how far that one counts.
         """
         seen = self._seen.get(key)
-        if seen is not None and seen[0] == right and not self._ages:  # it is as it was, as without noise
-            self._seen[key] = right, self.num_steps
-            return
         old, weight = (believed, first_weight) if seen is None else (seen[0], _WEIGHT)
         factor = old if right == old else old * (right / old) ** weight
         self.num_changes += seen is None or factor != old or self._ages
         self._seen[key] = factor, self.num_steps
+
+    def hold(self, keys: Sequence[Hashable], factor: float) -> bool:
+        """The same for several at once, if all of them are this factor, as where steps take what was predicted; whether
+        they are.
+        """
+        seen, now = self._seen, (factor, self.num_steps)
+        for key in keys:
+            if self._ages or key not in seen or seen[key][0] != factor:
+                return False
+        for key in keys:
+            seen[key] = now
+        return True
 
     def count_step(self) -> None:
         """What was seen before is a step older."""

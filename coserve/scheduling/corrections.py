@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from coserve.scheduling.aged_factors import AgedFactors, bounded
+from coserve.scheduling.aged_factors import AgedFactors, bounded, size_class
 from coserve.scheduling.profile import Curve, Profile
 
 # Weight of the first step of its kind: half of the way from what was believed.
@@ -64,10 +64,10 @@ class Corrections:
         if predicted_s <= 0 or measured_s <= 0:
             return
         # What the correction would have had to be. (It was predicted with one that age had moved.)
-        right = self.of(section, rows, windows)
-        if measured_s != predicted_s:
-            right *= bounded(measured_s / predicted_s)
-        kind = section, (rows - 1).bit_length(), windows
+        right, kind = self.of(section, rows, windows), (section, size_class(rows), windows)
+        if measured_s == predicted_s and self._factors.hold((kind, section, ""), right):
+            return
+        right *= bounded(measured_s / predicted_s)
         self._factors.move(kind, right, believed=self.of_section(section), first_weight=_FIRST_WEIGHT)
         self._factors.move(section, right)
         self._factors.move("", right)

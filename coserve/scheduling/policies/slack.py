@@ -169,9 +169,8 @@ class Slack(Policy):
         """Jobs in the order in which they are to be served: the one served least first, but who has waited for many
         steps before all.
         """
-        if len(view.jobs) < 2:
-            return view.jobs
-        if max([job.waited_s for job in view.jobs]) <= AGED_WAITS * self.arrival_share * view.ttft_s:
+        longest_s = max([job.waited_s for job in view.jobs]) if len(view.jobs) > 1 else 0.0
+        if longest_s <= AGED_WAITS * self.arrival_share * view.ttft_s:
             return view.jobs
         waited_s = AGED_WAITS * self.arrival_wait_s(view, tightest_tpot_s(view, view.requests))
         return sorted(view.jobs, key=lambda job: job.waited_s <= waited_s)
