@@ -238,7 +238,7 @@ class ModelledDevice:
             num_tasklets=times.num_tasklets,
             num_beside=times.num_beside,
             packs=self._finish_packs(batch),
-            norms={update.job: 0.0 for update in batch.updates},
+            norms={update.job: 0.0 for update in batch.updates} if batch.updates else {},
             forward_s=times.forward_s,
             loss_s=times.loss_s,
             backward_s=times.backward_s,
@@ -282,8 +282,8 @@ class ModelledDevice:
 
     def _finish_packs(self, batch: StepBatch) -> dict[str, PackSums]:
         found = {}
-        moved = [piece.job for pieces in (batch.losses, batch.tasklets, batch.windows) for piece in pieces]
-        for job in dict.fromkeys(moved):
+        moved = {piece.job: None for piece in (*batch.losses, *batch.tasklets, *batch.windows)}
+        for job in moved:
             cursor = self._trainers[job].cursor
             if cursor.done:
                 found[job] = PackSums(loss=nan, num_correct=0, num_trained=cursor.num_trained)
