@@ -282,8 +282,8 @@ class ModelledDevice:
 
     def _finish_packs(self, batch: StepBatch) -> dict[str, PackSums]:
         found = {}
-        moved = {piece.job: None for piece in (*batch.losses, *batch.tasklets, *batch.windows)}
-        for job in moved:
+        moved = [piece.job for pieces in (batch.losses, batch.tasklets, batch.windows) for piece in pieces]
+        for job in dict.fromkeys(moved):
             cursor = self._trainers[job].cursor
             if cursor.done:
                 found[job] = PackSums(loss=nan, num_correct=0, num_trained=cursor.num_trained)
