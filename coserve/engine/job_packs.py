@@ -115,5 +115,7 @@ def _waits_for_another(job: Job, others: Iterable[Job]) -> bool:
     models, which would take the window of weights from one another.
     """
     fails, shares = job.memory_failures.num_in_a_row > 0, job.costs.other is not None
-    packs = [other for other in others if other.has_pack] if fails or shares else []
+    if not fails and not shares:
+        return False
+    packs = [other for other in others if other.has_pack]
     return any((fails and other.memory_failures.num_in_a_row) or (shares and other.costs.other) for other in packs)

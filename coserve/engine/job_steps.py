@@ -45,14 +45,15 @@ class JobSteps:
             jobs[piece.job].packs.run_loss(piece)
         for tasklets in batch.tasklets:
             jobs[tasklets.job].packs.run_tasklets(tasklets, result.num_tasklets[tasklets.job])
-        for job_id, group in joined_jobs(batch, result).items():
+        for job_id, group in joined_jobs(batch, result).items() if batch.tasklets else ():
             jobs[job_id].joined = group
         self.window_use.add(result)
         for job_id, message in result.broken.items():
             self._endings.fail(jobs[job_id], message)
-        for job_id in [job_id for job_id in largest_pieces(batch) if not jobs[job_id].is_terminal]:
+        for job_id in largest_pieces(batch):
             job = jobs[job_id]
-            self._counters.charge(job.tenant, tuning=job.count_rows(now_s))
+            if not job.is_terminal:
+                self._counters.charge(job.tenant, tuning=job.count_rows(now_s))
         for job_id, sums in result.packs.items():
             job = jobs[job_id]
             if not job.finish_pack(sums):

@@ -14,11 +14,10 @@ from coserve.memory.kv_cache import OWNER as KV_OWNER
 from coserve.memory.kv_cache import KvCache
 from coserve.memory.optimizer_pages import OWNER as OPTIMIZER_OWNER
 from coserve.memory.pack_pages import OWNER as PACK_OWNER
-from coserve.memory.pack_pages import PackPages, no_such_run, take_runs
+from coserve.memory.pack_pages import PackPages, no_such_run
 from coserve.memory.pages import PagePool
 from coserve.memory.run_search import RunSearch
 from coserve.memory.window_pages import OWNER as WINDOW_OWNER
-from coserve.memory.window_pages import WindowPages
 
 
 class WindowNeed(NamedTuple):
@@ -51,6 +50,7 @@ class PageBroker:
         self.max_window_bytes = num_pages * page_bytes if max_window_bytes is None else max_window_bytes
         self.pool = PagePool(num_pages, page_bytes)
         self.cache = KvCache(self.pool, block_tokens=block_tokens, num_state_pages=num_state_pages)
+        self.window = self.cache.window  # of weights of models that jobs train beside the one that serves
         # Sizes of groups that could not be had since the last change, and why.
         self._refused: dict[tuple[int, ...], str] = {}
         self._refused_at = 0
@@ -65,11 +65,6 @@ class PageBroker:
         weights and the optimizers of jobs can lend.
         """
         return self.cache.num_available
-
-    @property
-    def window(self) -> WindowPages:
-        """Of weights of models that jobs train beside the one that serves."""
-        return self.cache.window
 
     def num_pages(self, num_bytes: int) -> int:
         """Pages of a run of this many bytes."""
@@ -267,10 +262,12 @@ class PageBroker:
                 optimizers.lend(1)
 
     def _take_free_runs(self, sizes: Sequence[int]) -> list[range]:
-        if sum(sizes) <= self.pool.num_free:
-            with suppress(BudgetError):
-                return take_runs(self.pool, sizes)
         prefixes, pool = self.cache.prefixes, self.pool
+        if sum(sizes) <= pool.num_free:
+            runs = pool.take_runs(PACK_OWNER, sizes)
+            if len(runs) == len(sizes):
+                return runs
+            pool.give_back_runs(PACK_OWNER, runs)
         may_move = self.on_move is not None and sum(sizes) <= pool.num_free + prefixes.num_evictable
         search = RunSearch(pool.free_flags(), prefixes.evictable, prefixes.used if may_move else ())
         runs = search.place(sizes)

@@ -25,8 +25,9 @@ def check_plan(plan: Plan, jobs: Mapping[str, Job], policy: str, *, num_units: i
             _check_size(policy, rows.item, rows.rows)
         if rows.kind == "window":
             _check_phase(policy, "a window", jobs[rows.item], "forward")
-    losses = {piece.job: piece.rows for piece in plan.losses}
+    losses: dict[str, int] = {}
     for piece in plan.losses:
+        losses[piece.job] = piece.rows
         _check_size(policy, piece.job, piece.rows)
         _check_phase(policy, "a piece of the loss", jobs[piece.job], "loss")
     for part in plan.tasklets:

@@ -99,13 +99,21 @@ def _runs_whole(plan: Plan, reserved: Mapping[str, PlannedRows | None], jobs: Ma
         if rows.kind != "window":
             if reserved[rows.item] is not rows:
                 return False
-        elif not _has_pack(jobs, rows.item) or jobs[rows.item].memory_failures.limit(rows.rows) != rows.rows:
+        elif not _may_run(jobs, rows.item, rows.rows):
             return False
     pieces: tuple[PlannedLoss | PlannedTasklets, ...] = (*plan.losses, *plan.tasklets)
     for piece in pieces:
-        if not _has_pack(jobs, piece.job) or jobs[piece.job].memory_failures.limit(piece.rows) != piece.rows:
+        if not _may_run(jobs, piece.job, piece.rows):
             return False
-    return all(job in jobs and jobs[job].update_due for job in plan.updates)
+    return not plan.updates or all(job in jobs and jobs[job].update_due for job in plan.updates)
+
+
+def _may_run(jobs: Mapping[str, Job], job_id: str, num_rows: int) -> bool:
+    """Whether as many rows of a job's pack can run at once."""
+    if job_id not in jobs:
+        return False
+    job = jobs[job_id]
+    return job.packs.current is not None and job.memory_failures.limit(num_rows) == num_rows
 
 
 def _window(planned: PlannedRows, jobs: Mapping[str, Job]) -> PlannedRows | None:
@@ -138,10 +146,10 @@ def build_batch(
     return StepBatch(
         step=step,
         commands=commands,
-        losses=tuple([LossRows(piece.job, piece.rows) for piece in plan.losses]),
+        losses=tuple([LossRows(piece.job, piece.rows) for piece in plan.losses]) if plan.losses else (),
         tasklets=tuple([Tasklets(part.job, part.rows, part.num_tasklets, part.group) for part in plan.tasklets]),
         updates=tuple([Update(job, jobs[job].num_trained, jobs[job].order.num_steps) for job in plan.updates]),
-        requests=tuple([rows for _, group in sorted(by_version.items()) for rows in group]),
+        requests=tuple([rows for _, group in sorted(by_version.items()) for rows in group]) if by_version else (),
         windows=tuple(windows),
         backward_limit_s=plan.backward_limit_s,
         partition=plan.partition,
@@ -178,7 +186,7 @@ def observe(
         # Waiting for weights is no work.
         seconds = result.backward_s - result.weights_wait_s
         corrections.observe(section, num_rows, False, predicted_s=after_s, measured_s=seconds)
-    for number in {size_class(number): number for number in parameters}.values():
+    for number in {size_class(number): number for number in parameters}.values() if parameters else ():
         corrections.observe("update", number, False, predicted_s=plan.update_s, measured_s=result.update_s)
     latency.overhead.observe(step_s - result.seconds, begins=bool(plan.begin))
     # No plan counts copies, and waiting for them: they teach nothing about what it does count.
@@ -189,7 +197,7 @@ def observe(
 def _observe_forward_and_loss(corrections: Corrections, plan: Plan, result: StepResult) -> None:
     if plan.rows:
         num_rows = sum([rows.rows for rows in plan.rows])
-        windows = any(rows.kind == "window" for rows in plan.rows)
+        windows = "window" in [rows.kind for rows in plan.rows]
         corrections.observe("forward", num_rows, windows, predicted_s=plan.forward_s, measured_s=result.forward_s)
     if plan.losses:
         num_rows = sum([piece.rows for piece in plan.losses])

@@ -234,7 +234,7 @@ class StepLoop:
             if not planned.begin:
                 return view, plan
             begun = [self._jobs[job] for job in planned.begin if job in self._jobs]
-            new = frozenset(job.id for job in begun if not job.has_pack) - failed
+            new = frozenset([job.id for job in begun if not job.has_pack]) - failed
             if not new:
                 return view, plan
             failed |= new
@@ -265,20 +265,20 @@ class StepLoop:
             batch_waiting = self._requests.waiting_views(is_batch=True)
         if not self._policy.serves_batch:
             requests, batch, waiting, batch_waiting = requests + batch, (), waiting + batch_waiting, ()
-        self.last_need = self._serving.need.view(now_s)
+        self.last_need, slo = self._serving.need.view(now_s), self._default_slo.value
         return View(
-            now_s=now_s,
-            requests=requests,
-            waiting=waiting,
-            batch=batch,
-            batch_waiting=batch_waiting,
-            jobs=self._jobs.views(now_s, without=without),
+            now_s,
+            requests,
+            waiting,
+            batch,
+            batch_waiting,
+            self._jobs.views(now_s, without=without),
             tenants=self._counters.views(),
             num_free_pages=self._pages.num_available,
             num_pages=self._pages.pool.num_pages,
             block_tokens=self._config.block_tokens,
-            ttft_s=self._default_slo.value.ttft_s,
-            tpot_s=self._default_slo.value.tpot_s,
+            ttft_s=slo.ttft_s,
+            tpot_s=slo.tpot_s,
             max_rows=self._max_step_rows,
             max_requests=self._config.max_requests,
             need=self.last_need,
@@ -296,12 +296,13 @@ class StepLoop:
         self._swap.note_step(result.copy_s, result.weights_room_s, have_left=have_left)
         self._max_step_rows = min(self._config.max_step_rows, self._max_step_rows + 1 + self._max_step_rows // 64)
         parameters = [self._jobs[job_id].costs.counts.num_parameters for job_id in plan.updates]
-        models = {part.job: self._jobs[part.job].costs.counts.model for part in plan.tasklets}
+        models = {part.job: self._jobs[part.job].costs.counts.model for part in plan.tasklets} if plan.tasklets else {}
         observe(self._latency, plan, result, parameters, models, step_s=now_s - started_s)
         taken = taken_of(plan, step_s=result.seconds - result.copy_s, forward_s=result.forward_s)
         self._serving.taken_time.add(taken, started_s=started_s, ended_s=now_s)
         self._serving.need.add_step(plan, taken, started_s=started_s, ended_s=now_s)
-        self._serving.apply(batch, result, started_s=started_s, now_s=now_s)
+        if batch.requests:
+            self._serving.apply(batch, result, started_s=started_s, now_s=now_s)
         self._jobs.apply(batch, result, started_s=started_s, now_s=now_s)
         self._note_model_changes()
         self._follow_device()

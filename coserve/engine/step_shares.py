@@ -1,6 +1,6 @@
 """What a step was to each of its jobs: the rows of its pieces, its company, its share of the time."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from coserve.devices.step_messages import StepBatch, StepResult
 
@@ -26,22 +26,27 @@ def joined_jobs(batch: StepBatch, result: StepResult) -> dict[str, frozenset[str
 def shares_of_time(batch: StepBatch, result: StepResult) -> dict[str, dict[str, float]]:
     """Each job's share of the step by rows: seconds by the job, and by section (fields of `StepSeconds`)."""
     found: dict[str, dict[str, float]] = {}
-
-    def share(name: str, num_rows: Mapping[str, int], seconds: float, num_others: int = 0) -> None:
-        whole = num_others + sum(num_rows.values())
-        for job, number in num_rows.items():
-            found.setdefault(job, {})[name] = seconds * number / max(1, whole)
-
     # What ran beside the forward pass counts as what most of it is.
     loss_s, backward_s = (0.0, result.beside_s) if batch.tasklets else (result.beside_s, 0.0)
     if batch.windows:
         num_others = sum([len(rows.tokens) for rows in batch.requests])
-        share("forward_s", {piece.job: piece.num_rows for piece in batch.windows}, result.forward_s, num_others)
+        num_rows = [(piece.job, piece.num_rows) for piece in batch.windows]
+        _share(found, "forward_s", num_rows, result.forward_s, num_others)
     if batch.losses:
-        share("loss_s", {piece.job: piece.num_rows for piece in batch.losses}, result.loss_s + loss_s)
+        num_rows = [(piece.job, piece.num_rows) for piece in batch.losses]
+        _share(found, "loss_s", num_rows, result.loss_s + loss_s)
     if batch.tasklets:
-        num_rows = {each.job: each.num_rows * result.num_tasklets[each.job] for each in batch.tasklets}
-        share("backward_s", num_rows, result.backward_s + backward_s)
+        num_rows = [(each.job, each.num_rows * result.num_tasklets[each.job]) for each in batch.tasklets]
+        _share(found, "backward_s", num_rows, result.backward_s + backward_s)
     if batch.updates:
-        share("update_s", {update.job: 1 for update in batch.updates}, result.update_s)
+        _share(found, "update_s", [(update.job, 1) for update in batch.updates], result.update_s)
     return found
+
+
+def _share(
+    found: dict[str, dict[str, float]], name: str, num_rows: Sequence[tuple[str, int]], seconds: float, others: int = 0
+) -> None:
+    """Seconds of a section go to its jobs by their rows; others: rows of nobody."""
+    whole = max(1, others + sum([number for _, number in num_rows]))
+    for job, number in num_rows:
+        found.setdefault(job, {})[name] = seconds * number / whole

@@ -33,24 +33,20 @@ class PagePool:
         # the place of its owner among those that there ever were, counted from 1.
         self._marks = bytearray(num_pages)
         self._mark_of: dict[str, int] = {}
-        self._num_free = num_pages
+        self.num_free = num_pages
         self.num_returned = 0  # pages that ever became free again
         self._num_by_owner: Counter[str] = Counter()
-
-    @property
-    def num_free(self) -> int:
-        return self._num_free
 
     def is_free(self, page: int) -> bool:
         return not self._marks[page]
 
     def can_take(self, num_pages: int) -> bool:
-        return num_pages <= self._num_free
+        return num_pages <= self.num_free
 
     def take(self, owner: str, num_pages: int) -> list[int]:
         """The lowest free pages; BudgetError, and nothing is taken, if there are too few."""
         if not self.can_take(num_pages):
-            raise BudgetError(f"{num_pages} pages asked for, {self._num_free} are free")
+            raise BudgetError(f"{num_pages} pages asked for, {self.num_free} are free")
         mark, pages, start = self._mark(owner), [], 0
         for _ in range(num_pages):
             start = self._marks.find(_FREE, start)
@@ -130,7 +126,7 @@ class PagePool:
     def check_integrity(self) -> None:
         """Assert that the counts are those of the pages."""
         found = Counter(self._marks)
-        assert found.pop(0, 0) == self._num_free
+        assert found.pop(0, 0) == self.num_free
         assert {owner: found[mark] for owner, mark in self._mark_of.items() if found[mark]} == dict(+self._num_by_owner)
 
     def _owner(self, page: int) -> str | None:
@@ -141,7 +137,7 @@ class PagePool:
 
     def _count(self, owner: str, num_pages: int) -> None:
         """Pages go to an owner, or come back."""
-        self._num_free -= num_pages
+        self.num_free -= num_pages
         self._num_by_owner[owner] += num_pages
         if num_pages < 0:
             self.num_returned -= num_pages

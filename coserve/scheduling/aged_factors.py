@@ -1,6 +1,6 @@
 """What predictions are off by, by kind: steps move these factors, and with age they give way to wider ones."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 # Weight of the newest step in a factor.
 _WEIGHT = 0.15
@@ -51,6 +51,18 @@ class AgedFactors:
         factor = old if right == old else old * (right / old) ** weight
         self.num_changes += seen is None or factor != old or self._ages
         self._seen[key] = factor, self.num_steps
+
+    def hold(self, keys: Sequence[Hashable], factor: float) -> bool:
+        """The same for several at once, if all of them are this factor, as where steps take what was predicted; whether
+        they are.
+        """
+        seen, now = self._seen, (factor, self.num_steps)
+        for key in keys:
+            if self._ages or key not in seen or seen[key][0] != factor:
+                return False
+        for key in keys:
+            seen[key] = now
+        return True
 
     def count_step(self) -> None:
         """What was seen before is a step older."""

@@ -85,20 +85,20 @@ class PlanBuilder:
         self._count_overhead()
         time, memory = self._time, self._memory
         return Plan(
-            preempt=tuple(memory.preempt) if memory else (),
-            drop=tuple(memory.drop) if memory else (),
-            admit=tuple(memory.admit) if memory else (),
-            begin=tuple(memory.begin) if memory else (),
-            rows=tuple(self._rows),
-            losses=tuple(self._losses),
-            tasklets=tuple(self._tasklets),
-            updates=tuple(self._updates),
-            backward_limit_s=time.backward_limit_s() if self._tasklets else None,
-            partition=time.partition,
-            forward_s=time.forward_s,
-            prefill_s=time.prefill_s,
-            batch_s=time.batch_s,
-            window_s=time.window_s,
+            tuple(memory.preempt) if memory else (),
+            tuple(memory.drop) if memory else (),
+            tuple(memory.admit) if memory else (),
+            tuple(memory.begin) if memory else (),
+            tuple(self._rows),
+            tuple(self._losses),
+            tuple(self._tasklets),
+            tuple(self._updates),
+            time.backward_limit_s() if self._tasklets else None,
+            time.partition,
+            time.forward_s,
+            time.prefill_s,
+            time.batch_s,
+            time.window_s,
             loss_s=time.loss_s,
             backward_s=time.backward_s,
             update_s=time.update_s,
@@ -220,8 +220,9 @@ class PlanBuilder:
         """
         self._count_overhead()
         self._time.until_s = until_s
-        joins = any(job.phase in ("loss", "backward") for job in jobs)
-        tasks = hybrid_tasks(jobs, self._latency, max_rows=self._max_rows) if joins else {}
+        tasks = {job.id: 0 for job in jobs}
+        if len(jobs) > 1 and any(job.phase in ("loss", "backward") for job in jobs):
+            tasks |= hybrid_tasks(jobs, self._latency, max_rows=self._max_rows)
         members: dict[int, list[JobView]] = {}  # of hybrid tasks that have not been served
         for job in jobs:
             if job.phase == "backward" or (job.phase == "loss" and self._time.partition is None):
@@ -235,7 +236,7 @@ class PlanBuilder:
                 self._update(job, left_s)
             elif job.phase == "forward" and self._time.partition is None:
                 if self._window(job, left_s, may_wait=job.waited_s < max_defer_s):
-                    forward.add(tasks.get(job.id, 0))
+                    forward.add(tasks[job.id])
             elif self._time.partition is None or job.phase == "backward":
                 # Who was served more waits at the loss for those of its hybrid task who were served less.
                 if tasks[job.id] in forward and is_before_backward(job):

@@ -45,7 +45,7 @@ class Corrections:
 
     def of(self, section: str, rows: int, windows: bool) -> float:
         """The factor of a section with this many rows, with windows among them or without."""
-        kind = (section, size_class(rows), windows)
+        kind = section, (rows - 1).bit_length(), windows  # as `size_class`, without a call: asked for in every search
         found = self._known.get(kind)
         if found is None:
             found = self._known[kind] = self._factors.of(kind, self.of_section(section))
@@ -64,9 +64,11 @@ class Corrections:
         if predicted_s <= 0 or measured_s <= 0:
             return
         # What the correction would have had to be. (It was predicted with one that age had moved.)
-        right = self.of(section, rows, windows) * bounded(measured_s / predicted_s)
-        kind, believed = (section, size_class(rows), windows), self.of_section(section)
-        self._factors.move(kind, right, believed=believed, first_weight=_FIRST_WEIGHT)
+        right, kind = self.of(section, rows, windows), (section, size_class(rows), windows)
+        if measured_s == predicted_s and self._factors.hold((kind, section, ""), right):
+            return
+        right *= bounded(measured_s / predicted_s)
+        self._factors.move(kind, right, believed=self.of_section(section), first_weight=_FIRST_WEIGHT)
         self._factors.move(section, right)
         self._factors.move("", right)
         self._forget_changed()

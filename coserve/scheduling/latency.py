@@ -188,8 +188,8 @@ class LatencyModel:
         most_rows = self._most_rows_at_once(load) if job.counts.runs_at_once else 0
         row_s = job.mean_context_len * p.s_per_pair + weight * p.s_per_window_row
         num_bypasses, saved_s_per_row = job.counts.num_bypasses, weight * p.one_call.saved_s_per_window_row
-        saved_s = self._one_call_saved_s(1, load.window_rows, load.window_bypasses + num_bypasses)
-        raw_s = self._sum_s(load) - seconds_at(self._forward, others)
+        saved_s = self._one_call_saved_s(1, load.window_rows, load.window_bypasses + num_bypasses) if most_rows else 0.0
+        raw_s = self._sum_s(load) - seconds_at(self._forward, others) if others else 0.0
         raw_s += p.s_per_span + num_bypasses * (p.s_per_bypass + p.s_per_window_bypass)
 
         def seconds(rows: int) -> float:

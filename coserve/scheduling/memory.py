@@ -50,7 +50,7 @@ class MemoryPlan:
 
     def grow(self, can_wait: CanWait | None = None) -> None:
         """See to it that every request that runs has the pages of its next rows, whatever it takes."""
-        needed = sum([request.num_pages for request in self.requests])
+        needed = sum([request.num_pages for request in self.requests]) if self.requests else 0
         if needed <= self.free:
             self.free -= needed
             return
@@ -137,7 +137,7 @@ class MemoryPlan:
             admitted = set(self.admit)
             if any(each.may_start and each.id not in admitted for each in self._view.waiting):
                 return
-        num_rows = sum([job.num_rows for job in self._packs()])
+        num_rows = sum([job.num_rows for job in self.jobs if job.phase != "update"]) if self.jobs else 0
         for job in jobs:
             if job.phase == "update" and job.waited_s <= self._view.tpot_s:
                 break  # its next pack comes first, right after this step; unless there is no time for the update

@@ -136,6 +136,8 @@ class SharingModel:
         self._factors.refresh()
 
     def _correction(self, partition: Partition, side: Side, rows: int) -> float:
+        if not self._factors.num_changes:  # no step was divided yet: every plan asks for all partitions
+            return 1.0
         return self._factors.of(_key(partition, side, rows), self._factors.of(side, 1.0))
 
 

@@ -1,13 +1,13 @@
 """What a step takes that is being planned: its sections, on the whole device or divided, and what is left for jobs."""
 
-from dataclasses import dataclass
 from math import inf
+
+import msgspec
 
 from coserve.scheduling.plan import Partition
 
 
-@dataclass(slots=True)
-class StepTime:
+class StepTime(msgspec.Struct):
     """Predicted seconds, section by section.
 
     `forward_s` includes `prefill_s`, `batch_s` and `window_s`: what prompts, batch work and windows of jobs added.

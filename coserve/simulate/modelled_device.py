@@ -4,7 +4,7 @@ Tokens are a pure function of the request's seed and the place; losses are nan. 
 tensors that its packs take, are counted from the same graphs as on a real device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -143,10 +143,10 @@ class ModelledDevice:
         return self._handlers[type(command)](command)
 
     def submit(self, batch: StepBatch) -> None:
-        self._result = None
+        self._result, begins = None, False
         for command in batch.commands:
             self.execute(command)
-        begins = any(isinstance(command, BeginPack) for command in batch.commands)
+            begins |= isinstance(command, BeginPack)
         failure, self.fail_next = self.fail_next, None
         self._overhead_s = self._latency.overhead.seconds(begins=begins) if failure is None else 0.0
         self._result = self._run(batch) if failure is None else _failed(batch, failure)
@@ -237,20 +237,19 @@ class ModelledDevice:
         times = self._timer.run(batch)
         for update in batch.updates:
             self._trainers[update.job].has_moments = True
-        sampled = [rows for rows in batch.requests if rows.samples]
-        tokens = {rows.request: self._token(rows) for rows in sampled}
-        matched = {request: self._matchers[request] for request in tokens if request in self._matchers}
+        tokens = {rows.request: self._token(rows) for rows in batch.requests if rows.samples}
+        ended, refused = self._ended(tokens) if self._matchers else ((), {})
         copy_s, self._copy_s = self._copy_s, 0.0
         return StepResult(
             step=batch.step,
             tokens=tokens,
-            ended=tuple([request for request, matcher in matched.items() if matcher.has_ended]),
-            refused={name: matcher.error for name, matcher in matched.items() if matcher.error is not None},
-            prompts={rows.request: _scored(rows) for rows in batch.requests if rows.targets},
+            ended=ended,
+            refused=refused,
+            prompts={rows.request: _scored(rows) for rows in batch.requests if rows.targets} if batch.requests else {},
             num_tasklets=times.num_tasklets,
             num_beside=times.num_beside,
             packs=self._finish_packs(batch),
-            norms={update.job: 0.0 for update in batch.updates},
+            norms={update.job: 0.0 for update in batch.updates} if batch.updates else {},
             forward_s=times.forward_s,
             loss_s=times.loss_s,
             backward_s=times.backward_s,
@@ -258,6 +257,12 @@ class ModelledDevice:
             beside_s=times.beside_s,
             copy_s=copy_s,
         )
+
+    def _ended(self, requests: Iterable[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Of those that have their tokens, the ones whose grammars let nothing follow, and those that have failed."""
+        matched = {request: self._matchers[request] for request in requests if request in self._matchers}
+        ended = tuple([request for request, matcher in matched.items() if matcher.has_ended])
+        return ended, {name: matcher.error for name, matcher in matched.items() if matcher.error is not None}
 
     def _request_view(self, rows: RequestRows) -> RequestView:
         """What the latency model asks about a request's rows."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 
 import msgspec
@@ -35,6 +36,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_running: int
     num_waiting: int
     num_tokens_trained: int
+
+
+@lru_cache(maxsize=4096)
+def _greedy(num_output_tokens: int) -> SamplingParams:
+    """Many requests of a trace have the same, which take longer to make than a step."""
+    return SamplingParams(max_tokens=num_output_tokens, temperature=0.0)
 
 
 class Simulation:
@@ -79,7 +86,7 @@ class Simulation:
             draw, num_ids = self._random.random, self._vocab_size
             self.engine.add_tokens(
                 [int(draw() * num_ids) for _ in range(arrival.num_prompt_tokens)],
-                SamplingParams(max_tokens=arrival.num_output_tokens, temperature=0.0),
+                _greedy(arrival.num_output_tokens),
                 slo=arrival.slo,
                 adapter=arrival.adapter,
                 arrival_s=arrival.at_s,

@@ -11,9 +11,8 @@ from random import Random
 
 import msgspec
 
-from coserve.devices.step_messages import RequestRows, StepBatch, Tasklets
+from coserve.devices.step_messages import RequestRows, StepBatch, Tasklets, Update
 from coserve.devices.tasklet_turns import tasklet_turns
-from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.plan import JobView, Partition, RequestView
 from coserve.simulate.modelled_trainer import ModelledTrainer
@@ -38,7 +37,7 @@ class _Work:
     """
 
     def __init__(self, batch: StepBatch, start_s: float) -> None:
-        self.num_tasklets = dict.fromkeys([piece.job for piece in batch.tasklets], 0)
+        self.num_tasklets = dict.fromkeys([piece.job for piece in batch.tasklets], 0) if batch.tasklets else {}
         self.num_beside: dict[str, int] = {}
         self.beside_s = self.end_s = start_s
 
@@ -79,8 +78,7 @@ class StepTimer:
         if batch.partition is not None:
             forward_s, speed = self._beside(batch, batch.partition)
         work = self._backward(batch, loss_s / speed, speed, forward_s)
-        updates = [_update_view(self._trainers[update.job].opened.counts) for update in batch.updates]
-        update_s = self.with_noise(sum([self._latency.update_s(view) for view in updates]))
+        update_s = self.with_noise(sum([self._update_s(update) for update in batch.updates]) if batch.updates else 0)
         if batch.partition is None:
             has_rows = batch.requests or batch.windows
             forward_s = self.with_noise(self._latency.forward_s(self._load(batch)) if has_rows else 0.0)
@@ -111,6 +109,10 @@ class StepTimer:
             cursor.advance_loss(end - start)
             num_rows += end - start
         return self._latency.loss_s(num_rows)
+
+    def _update_s(self, update: Update) -> float:
+        counts = self._trainers[update.job].opened.counts
+        return self._latency.update_s(JobView("", "update", 0, 0, 0, 0.0, counts))
 
     def _backward(self, batch: StepBatch, start_s: float, speed: float, forward_end_s: float) -> _Work:
         """Tasklets from a moment of the step on, until the time limit, at a pace that noise gives.
@@ -162,15 +164,13 @@ class StepTimer:
     def _load(self, batch: StepBatch) -> ForwardLoad:
         """What the forward pass is made of; windows count as run."""
         load = ForwardLoad()
-        for rows in [rows for rows in batch.requests if rows.tokens]:
-            load.add_request(self._request_view(rows), len(rows.tokens))
+        for rows in batch.requests:
+            if rows.tokens:
+                load.add_request(self._request_view(rows), len(rows.tokens))
         for window in batch.windows:
             trainer = self._trainers[window.job]
             self._latency.add_window(load, trainer.view, window.num_rows)
-            trainer.cursor.next_forward(window.num_rows)
-            trainer.cursor.advance_forward(window.num_rows)
+            cursor = trainer.cursor
+            cursor.next_forward(window.num_rows)
+            cursor.advance_forward(window.num_rows)
         return load
-
-
-def _update_view(counts: JobCounts) -> JobView:
-    return JobView("", "update", 0, 0, 0, 0.0, counts)

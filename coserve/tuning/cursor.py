@@ -28,7 +28,7 @@ class Cursor:
 
     @property
     def loss_done(self) -> bool:
-        return self.forward_done and self.num_loss_rows == self.num_trained
+        return self.num_loss_rows == self.num_trained and self.num_forward_rows == self.num_rows
 
     @property
     def phase(self) -> Literal["forward", "loss", "backward"]:

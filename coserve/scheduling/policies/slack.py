@@ -169,8 +169,8 @@ class Slack(Policy):
         """Jobs in the order in which they are to be served: the one served least first, but who has waited for many
         steps before all.
         """
-        waits_s = [job.waited_s for job in view.jobs]
-        if len(waits_s) < 2 or max(waits_s) <= AGED_WAITS * self.arrival_share * view.ttft_s:
+        longest_s = max([job.waited_s for job in view.jobs]) if len(view.jobs) > 1 else 0.0
+        if longest_s <= AGED_WAITS * self.arrival_share * view.ttft_s:
             return view.jobs
         waited_s = AGED_WAITS * self.arrival_wait_s(view, tightest_tpot_s(view, view.requests))
         return sorted(view.jobs, key=lambda job: job.waited_s <= waited_s)
@@ -309,7 +309,7 @@ def nearness(view: View) -> float:
 
 def tightest_tpot_s(view: View, requests: Sequence[RequestView]) -> float:
     """The least TPOT SLO of these requests; without any, of the next."""
-    return min([request.tpot_s for request in requests], default=view.tpot_s)
+    return min([request.tpot_s for request in requests]) if requests else view.tpot_s
 
 
 def jobs_share(need: NeedView) -> float:
