@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain, repeat
 from typing import overload
 
 import msgspec
@@ -71,7 +71,7 @@ class PageTables:
 
     @cached_property
     def first_page(self) -> Tensor:
-        return self.num_pages.cumsum(0) - self.num_pages
+        return int_tensor([0, *accumulate(map(len, self.tables))][:-1])
 
     @cached_property
     def pages(self) -> Tensor:
@@ -108,11 +108,11 @@ class SegmentTable(Sequence[Segment]):
         """The same segments."""
         if isinstance(segments, SegmentTable):
             return segments
-        tables, first_key = PageTables([segment.pages for segment in segments]), [each.first_key for each in segments]
+        tables = PageTables([segment.pages for segment in segments])
         return SegmentTable(
             num_rows=int_tensor([segment.num_rows for segment in segments]),
             num_keys=int_tensor([segment.num_keys for segment in segments]),
-            first_key=int_tensor(first_key) if any(first_key) else None,
+            first_key=int_tensor([segment.first_key for segment in segments]),
             first_page=tables.first_page,
             num_pages=tables.num_pages,
             pages=tables.pages,
@@ -132,18 +132,17 @@ class SegmentTable(Sequence[Segment]):
 
     @cached_property
     def _each(self) -> list[Segment]:
-        first_key = torch.zeros_like(self.num_keys) if self.first_key is None else self.first_key
-        columns = (self.num_rows, self.num_keys, first_key, self.first_page, self.num_pages)
-        table = self.pages.tolist()
+        table, first_keys = self.pages.tolist(), repeat(0) if self.first_key is None else self.first_key.tolist()
+        columns = torch.stack([self.num_rows, self.num_keys, self.first_page, self.num_pages]).tolist()
         return [
-            Segment(num_rows=num_rows, num_keys=num_keys, first_key=first_key, pages=table[page : page + num_pages])
-            for num_rows, num_keys, first_key, page, num_pages in zip(*(each.tolist() for each in columns), strict=True)
+            Segment(num_rows=num_rows, num_keys=num_keys, pages=table[page : page + num_pages], first_key=first_key)
+            for num_rows, num_keys, page, num_pages, first_key in zip(*columns, first_keys, strict=False)
         ]
 
     @cached_property
     def total_rows(self) -> int:
         """Of all."""
-        return int(self.num_rows.sum())
+        return sum(self.num_rows.tolist())
 
     @property
     def is_single(self) -> bool:

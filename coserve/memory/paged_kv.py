@@ -184,8 +184,8 @@ class _CacheRows(BatchRows):
         if self._is_decode:
             own = [table[number + start // block] for table, start in zip(tables.tables, starts, strict=True)]
             numbers = int_tensor([*flat, *starts, *own]).view(3, -1)
-            new = int_tensor([page for page, start in zip(own, starts, strict=True) if not start % block])
-            num_keys = numbers[1] + 1
+            new = [page for page, start in zip(own, starts, strict=True) if not start % block]
+            num_keys = int_tensor([start + 1 for start in starts])
             self.segments = self._apart = _segments(num_rows, num_keys, first_page, num_pages, tables.pages)
         else:
             num_keys = int_tensor(starts) + num_rows
@@ -199,15 +199,15 @@ class _CacheRows(BatchRows):
             positions = before + torch.arange(len(flat))
             self._apart = _segments(torch.ones_like(positions), positions + 1, first_page, needed, tables.pages)
             pages = tables.pages[first_page + positions // block]
-            numbers, new = torch.stack([int_tensor(flat), positions, pages]), pages[positions % block == 0]
+            numbers, new = torch.stack([int_tensor(flat), positions, pages]), pages[positions % block == 0].tolist()
         if cache.backbone.block_rows is not None:  # results must not depend on how a prompt is cut
             self.segments = self._apart
         self.tokens, self.positions, self._pages = on_device(numbers, device).unbind()
         self._offsets = self.positions % block
         # Of pages that rows are the first to write to, what lies after the rows must be finite: kernels may read that,
         # and give it no weight.
-        if len(new):
-            cache.pages[:, :, on_device(new, device)] = 0
+        if new:
+            cache.pages[:, :, on_device(int_tensor(new), device)] = 0
 
     @property
     def in_pages(self) -> InPages | None:

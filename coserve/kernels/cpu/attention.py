@@ -47,10 +47,10 @@ class CpuPart(Part):
         """The pages of all segments one after another, int64."""
         return self.segments.pages
 
-    @property
+    @cached_property
     def begins_in_page(self) -> bool:
         """Whether every segment's keys begin with a page."""
-        return self.segments.first_key is None
+        return self.segments.first_key is None or not self.segments.first_key.any()
 
     def runs(self, *, gathered: bool) -> list[_Run]:
         """The segments, as they lie among keys that were gathered (`pages` one after another) or stand in one page."""
