@@ -8,7 +8,6 @@ so a seeded request gives the same tokens in any company. Log-probabilities are 
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from random import Random
 
 import msgspec
@@ -20,8 +19,9 @@ from coserve.kernels.base import Backend
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.transfer import on_device
 
-# A CPU works on few rows at a time, so that they stay in its caches; an accelerator on enough to be busy.
-_ROWS_AT_ONCE = {"cpu": 8}
+# A CPU works on few rows at a time, so that they stay in its caches, or on some more of a small vocabulary; an
+# accelerator on enough to be busy.
+_ROWS_AT_ONCE_ON_CPU, _SCORES_AT_ONCE_ON_CPU = 8, 1 << 18
 _ROWS_AT_ONCE_ELSEWHERE = 64
 
 
@@ -86,49 +86,85 @@ class Sampled:
     top_logprobs: Tensor
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow], backend: Backend | None = None) -> Sampled:
-    """Choose a token for each row of logits [n, vocabulary], which stay as they are. backend: by default the plain."""
-    backend = backend or PlainBackend(logits.device)
-    drawn = [index for index, row in enumerate(rows) if row.params.draws]
-    adjusted = [
-        index
-        for index, row in enumerate(rows)
-        if (row.counts or row.forbidden or row.mask or row.params.biases) and not row.params.draws
-    ]
+class SampledParams:
+    """Params of the rows that are sampled in a step, with what is the same in every step of these rows.
+
+    drawn: rows whose tokens are drawn; temperature, min_p (None: all 0): float32 [drawn, 1]; top_k, top_p: theirs.
+    """
+
+    def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
+        self.biased = {index for index, each in enumerate(params) if each.biases}
+        self.num_top = [each.num_top for each in params]
+        self.reports = any(each.logprobs is not None for each in params)
+        self.named = [(index, each.logprob_token_ids) for index, each in enumerate(params) if each.logprob_token_ids]
+        self.drawn = [index for index, each in enumerate(params) if each.draws]
+        own = [params[index] for index in self.drawn]
+        self.top_k, self.top_p = [each.top_k for each in own], [each.top_p for each in own]
+        self.temperature = on_device([each.temperature for each in own], device, torch.float32)[:, None]
+        min_p = [each.min_p for each in own]
+        self.min_p = on_device(min_p, device, torch.float32)[:, None] if any(min_p) else None
+
+
+def sample(
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    backend: Backend | None = None,
+    params: SampledParams | None = None,
+) -> Sampled:
+    """Choose a token for each row of logits [n, vocabulary], which stay as they are. backend: by default the plain.
+    params: the rows', where they are kept.
+    """
+    device = logits.device
+    backend, params = backend or PlainBackend(device), params or SampledParams([row.params for row in rows], device)
+    changed = params.biased.union([i for i, row in enumerate(rows) if row.counts or row.forbidden or row.mask])
+    drawn, adjusted = params.drawn, sorted(changed.difference(params.drawn))
     is_plain = len(drawn) + len(adjusted) < len(rows)
-    tokens = backend.argmax(logits) if is_plain else torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    at_once = _ROWS_AT_ONCE.get(logits.device.type, _ROWS_AT_ONCE_ELSEWHERE)
-    for indices, choose in ((adjusted, partial(_likeliest, backend)), (drawn, partial(_draw, backend))):
-        for start in range(0, len(indices), at_once):
-            few = indices[start : start + at_once]
-            which = on_device(few, logits.device)
-            tokens[which] = choose(logits[which].float(), [rows[index] for index in few])
-    return _report(logits, tokens, rows)
+    tokens = backend.argmax(logits) if is_plain else torch.empty(len(rows), dtype=torch.int64, device=device)
+    uniform = _uniform([rows[index] for index in drawn])
+
+    def scores_of(few: Sequence[int], which: Tensor) -> Tensor:
+        scores = logits[which].float()
+        if not changed.isdisjoint(few):
+            _adjust_(scores, [rows[index] for index in few])
+        return scores
+
+    for few in _few(len(adjusted), logits):
+        which = on_device(adjusted[few], device)
+        tokens[which] = backend.argmax(scores_of(adjusted[few], which))
+    for few in _few(len(drawn), logits):
+        which = on_device(drawn[few], device)
+        scores = scores_of(drawn[few], which).div_(params.temperature[few])
+        if params.min_p is not None:
+            floor = scores.amax(-1, keepdim=True) + params.min_p[few].log()
+            scores.masked_fill_(scores < floor, float("-inf"))
+        tokens[which] = backend.draw(scores, uniform[few], params.top_k[few], params.top_p[few])
+    return _report(logits, tokens, params)
 
 
-def _report(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
-    if {row.params.logprobs for row in rows} <= {None}:
-        none = logits.new_empty(len(rows), 0, dtype=torch.float32)
+def _few(number: int, logits: Tensor) -> list[slice]:
+    """Of so many rows, those that are done at once."""
+    at_once = _ROWS_AT_ONCE_ELSEWHERE
+    if logits.device.type == "cpu":
+        at_once = max(_ROWS_AT_ONCE_ON_CPU, _SCORES_AT_ONCE_ON_CPU // max(1, logits.shape[1]))
+    return [slice(start, start + at_once) for start in range(0, number, at_once)]
+
+
+def _report(logits: Tensor, tokens: Tensor, params: SampledParams) -> Sampled:
+    if not params.reports:
+        none = logits.new_empty(len(tokens), 0, dtype=torch.float32)
         return Sampled(tokens=tokens, logprobs=none.new_empty(0), top_tokens=none.long(), top_logprobs=none)
     raw = logits.float()
     norm = raw.logsumexp(-1)
-    top_values, top_tokens = raw.topk(min(max(row.params.num_top for row in rows), raw.shape[1]), -1)
-    for index, row in enumerate(rows):
-        if named := row.params.logprob_token_ids:
-            which = on_device(named, logits.device)
-            top_tokens[index, : len(named)], top_values[index, : len(named)] = which, raw[index, which]
+    top_values, top_tokens = raw.topk(min(max(params.num_top), raw.shape[1]), -1)
+    for index, named in params.named:
+        which = on_device(named, logits.device)
+        top_tokens[index, : len(named)], top_values[index, : len(named)] = which, raw[index, which]
     return Sampled(
         tokens=tokens,
         logprobs=raw.gather(1, tokens[:, None])[:, 0] - norm,
         top_tokens=top_tokens,
         top_logprobs=top_values - norm[:, None],
     )
-
-
-def _likeliest(backend: Backend, scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The token of the highest score of each row, after its adjustments; `scores` is used up."""
-    _adjust_(scores, rows)
-    return backend.argmax(scores)
 
 
 def _column(rows: Sequence[SamplingRow], name: str, device: torch.device) -> Tensor:
@@ -185,18 +221,10 @@ def _penalize_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
     scores[index, tokens] = values - (presence * (uses > 0) + frequency * uses)
 
 
-def _draw(backend: Backend, scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """One token per row, all with temperature above 0; `scores` is used up."""
-    device = scores.device
-    _adjust_(scores, rows)
-    scores /= _column(rows, "temperature", device)
-    if any(row.params.min_p > 0 for row in rows):
-        floor = scores.amax(-1, keepdim=True) + _column(rows, "min_p", device).log()
-        scores.masked_fill_(scores < floor, float("-inf"))
-    top_k, top_p = [row.params.top_k for row in rows], [row.params.top_p for row in rows]
-    return backend.draw(scores, [_uniform(row) for row in rows], top_k, top_p)
-
-
-def _uniform(row: SamplingRow) -> float:
-    """A number in [0, 1), from the seed and the place of the token to come."""
-    return Random((row.seed % 2**64) << 32 | row.place).random()
+def _uniform(rows: Sequence[SamplingRow]) -> list[float]:
+    """Numbers in [0, 1), from each row's seed and the place of its token to come."""
+    numbers, generator = [], Random(0)
+    for row in rows:  # one generator for all: to make one takes as long as to seed it
+        generator.seed((row.seed % 2**64) << 32 | row.place)
+        numbers.append(generator.random())
+    return numbers

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, groupby
 from math import nan
-from operator import itemgetter
 
 import torch
 from msgspec import structs
@@ -17,8 +16,9 @@ from coserve.devices.grammar import CANNOT_FOLLOW
 from coserve.devices.matching import Grammars, Matcher
 from coserve.devices.messages import OpenRequest
 from coserve.devices.readout import Pending, Readout
-from coserve.devices.sampling import SamplingRow, TokenCounts, sample
+from coserve.devices.sampling import SampledParams, SamplingRow, TokenCounts, sample
 from coserve.devices.step_messages import RequestRows, TokenLogprob
+from coserve.kernels.attention import PageTables
 from coserve.kernels.transfer import int_tensor, on_device
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
@@ -46,7 +46,7 @@ class RequestHandle:
 
         # What no later token changes need not be made again for each.
         is_constant = not self.follows and not command.params.draws
-        self._row = SamplingRow(params=self.params, seed=self.seed) if is_constant else None
+        self.constant_row = SamplingRow(params=self.params, seed=self.seed) if is_constant else None
 
     @property
     def follows(self) -> bool:
@@ -55,8 +55,8 @@ class RequestHandle:
 
     def sampling_row(self, rows: RequestRows) -> SamplingRow:
         """How the token after its rows is to be chosen."""
-        if self._row is not None and not rows.forbidden:
-            return self._row
+        if self.constant_row is not None and not rows.forbidden:
+            return self.constant_row
         return SamplingRow(
             params=self.params,
             seed=self.seed,
@@ -74,15 +74,35 @@ class RequestHandle:
             self.matcher.accept(token)
 
 
-class _Samplers:
-    """Requests that sample in a step, in the order of their rows, with what is the same in every step of theirs."""
+class _Rows:
+    """Requests that have rows in a step, in this order, with what is the same in every step of theirs."""
 
     def __init__(self, ids: Sequence[str], handles: Sequence[RequestHandle]) -> None:
         self.ids, self.handles = ids, handles
-        self.num_top = [handle.params.num_top for handle in handles]
-        self.followed = [(place, handle) for place, handle in enumerate(handles) if handle.follows]
         self.by_version = [(key, len(list(own))) for key, own in groupby([handle.version for handle in handles])]
+
+    @cached_property
+    def tables(self) -> PageTables:
+        """Their pages, which change now and then."""
+        return PageTables([handle.pages for handle in self.handles])
+
+
+class _Samplers(_Rows):
+    """Those that sample."""
+
+    def __init__(self, ids: Sequence[str], handles: Sequence[RequestHandle], device: torch.device) -> None:
+        super().__init__(ids, handles)
+        self.params = SampledParams([handle.params for handle in handles], device)
+        self.followed = [(place, handle) for place, handle in enumerate(handles) if handle.follows]
         self.embedded = [place for place, handle in enumerate(handles) if handle.params.embeds]
+        found = [handle.constant_row for handle in handles]
+        self._constant = [row for row in found if row is not None] if None not in found else None
+
+    def sampling_rows(self, sampled: Sequence[RequestRows]) -> Sequence[SamplingRow]:
+        """How the tokens after these rows of theirs are to be chosen."""
+        if self._constant is not None and not any(rows.forbidden for rows in sampled):
+            return self._constant
+        return [handle.sampling_row(rows) for handle, rows in zip(self.handles, sampled, strict=True)]
 
     @cached_property
     def matchers(self) -> Mapping[str, Matcher]:
@@ -98,40 +118,51 @@ class TorchRequests:
         self._pages, self._versions = pages, versions
         self._handles: dict[str, RequestHandle] = {}
         # Those of the last step; the same requests decode step after step, until one comes or goes.
-        self._samplers = _Samplers([], [])
+        self._rows: _Rows | None = None
+        self._samplers: _Samplers | None = None
         self.grammars = Grammars()
 
     def open(self, command: OpenRequest) -> None:
         self._handles[command.request] = RequestHandle(command, self.grammars)
-        self._samplers = _Samplers([], [])
+        self._forget()
 
     def close(self, request: str) -> None:
         self._handles.pop(request, None)
-        self._samplers = _Samplers([], [])
+        self._forget()
+
+    def _forget(self) -> None:
+        self._rows, self._samplers = None, None
+
+    def _forget_tables(self) -> None:
+        if self._rows is not None:
+            vars(self._rows).pop("tables", None)
 
     def extend_tables(self, requests: Sequence[RequestRows]) -> None:
         """New pages join their requests'."""
         for rows in requests:
             if rows.new_pages:
                 self._handles[rows.request].pages.extend(rows.new_pages)
+                self._forget_tables()
 
     def move_pages(self, targets: Mapping[int, int]) -> None:
         """Pages are elsewhere now."""
         for handle in self._handles.values():
             handle.pages = array("q", [targets.get(page, page) for page in handle.pages])
+        self._forget_tables()
 
     def spans(self, requests: Sequence[RequestRows]) -> list[Span]:
         """The rows as spans of a forward batch, one for each adapter."""
-        handles = self._handles
-        sequences = [
-            (handle.version, (handle.pages, rows.start, rows.tokens))
-            for rows in requests
-            for handle in (handles[rows.request],)
-        ]
-        return [
-            self._pages.rows([rows for _, rows in group], self._bypasses(version))
-            for version, group in groupby(sequences, itemgetter(0))
-        ]
+        if not requests:
+            return []
+        ids = [rows.request for rows in requests]
+        if self._rows is None or ids != self._rows.ids:
+            self._rows = _Rows(ids, [self._handles[request] for request in ids])
+        return self._pages.spans(
+            self._rows.tables,
+            [rows.start for rows in requests],
+            [rows.tokens for rows in requests],
+            [(number, self._bypasses(version)) for version, number in self._rows.by_version],
+        )
 
     def finish(self, hidden: Tensor, requests: Sequence[RequestRows], readout: Readout) -> "RequestsResult":
         """Choose tokens and score prompts after the requests' rows, which are the first of hidden [n, hidden_size]."""
@@ -152,8 +183,9 @@ class TorchRequests:
     def _those_of(self, sampled: Sequence[RequestRows]) -> _Samplers:
         """The requests of these rows: those of the step before, unless they are others, or one has come or gone."""
         ids = [rows.request for rows in sampled]
-        if ids != self._samplers.ids:
-            self._samplers = _Samplers(ids, [self._handles[request] for request in ids])
+        if self._samplers is None or ids != self._samplers.ids:
+            handles = [self._handles[request] for request in ids]
+            self._samplers = _Samplers(ids, handles, self._backbone.device)
         return self._samplers
 
     def _bypasses(self, version: str) -> Bypasses | None:
@@ -171,13 +203,13 @@ class TorchRequests:
             return dict
         users = [(num_rows, self._bypasses(version)) for version, num_rows in samplers.by_version]
         scores = logits(self._backbone, hidden[on_device(int_tensor(last_rows), hidden.device)], users)
-        points = [handle.sampling_row(rows) for handle, rows in zip(samplers.handles, sampled, strict=True)]
+        points = samplers.sampling_rows(sampled)
         with record_function(SAMPLING):
-            chosen = sample(scores, points, self._backbone.backend)
+            chosen = sample(scores, points, self._backbone.backend, samplers.params)
         read = _Lines(readout, chosen.tokens, chosen.logprobs, chosen.top_tokens, chosen.top_logprobs)
 
         def result() -> dict[str, TokenLogprob]:
-            lines = read.lines(samplers.num_top)
+            lines = read.lines(samplers.params.num_top)
             for place, handle in samplers.followed:
                 handle.accept(lines[place].token)
             return dict(zip(samplers.ids, lines, strict=True))
@@ -190,7 +222,7 @@ class TorchRequests:
         """Log-probabilities of prompts' tokens, a chunk of rows at a time: the logits of all never exist at once."""
         most = chunk_rows(self._backbone.architecture.vocab_size, torch.float32)
         found: dict[str, list[Callable[[], list[TokenLogprob]]]] = {}
-        for end, rows in [pair for pair in zip(ends, requests, strict=True) if pair[1].targets]:
+        for end, rows in [(end, rows) for end, rows in zip(ends, requests, strict=True) if rows.targets]:
             handle = self._handles[rows.request]
             first = end - len(rows.tokens) + rows.scored_row - rows.start
             for start in range(0, len(rows.targets), most):

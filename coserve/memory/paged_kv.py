@@ -7,14 +7,14 @@ Which pages are whose is not known here: callers bring page numbers (`coserve.me
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from coserve.graph.states import StateRows
-from coserve.kernels.attention import Segment
+from coserve.kernels.attention import PageTables, SegmentTable
 from coserve.kernels.trace import TracedPiece
 from coserve.kernels.transfer import int_tensor, on_device
 from coserve.memory.paged_states import PagedStates, num_state_pages, state_runs
@@ -70,7 +70,31 @@ class PagedKv:
 
     def rows(self, sequences: Sequence[SequenceRows], bypasses: Bypasses | None = None) -> Span:
         """A span of the rows of some sequences that use one adapter."""
-        return _PagedRows(self, sequences, bypasses)
+        return _PagedRows(
+            self,
+            PageTables([pages for pages, _, _ in sequences]),
+            [start for _, start, _ in sequences],
+            [tokens for *_, tokens in sequences],
+            bypasses,
+        )
+
+    def spans(
+        self,
+        tables: PageTables,
+        starts: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        users: Sequence[tuple[int, Bypasses | None]],
+    ) -> list[Span]:
+        """Spans of the rows of some sequences (see `SequenceRows`), one for each of their adapters. users: of how many
+        of the sequences, one after another, each adapter is.
+        """
+        found: list[Span] = []
+        first = 0
+        for number, bypasses in users:
+            own = slice(first, first + number)
+            found.append(_PagedRows(self, tables, starts[own], tokens[own], bypasses))
+            first += number
+        return found
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -113,51 +137,73 @@ class _Rows:
 class _PagedRows(Span):
     """The next rows of some sequences."""
 
-    def __init__(self, cache: PagedKv, sequences: Sequence[SequenceRows], bypasses: Bypasses | None) -> None:
+    def __init__(
+        self,
+        cache: PagedKv,
+        tables: PageTables,
+        starts: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        bypasses: Bypasses | None,
+    ) -> None:
+        """tables: of these sequences, or of those of all spans that are made with them."""
         self.cache = self.group = cache
-        self.sequences, self.bypasses = sequences, bypasses
-        self.num_rows = sum([len(tokens) for _, _, tokens in sequences])
+        self.tables, self.starts, self.tokens, self.bypasses = tables, starts, tokens, bypasses
+        self.num_rows = sum(map(len, tokens))
 
     def gather(self, others: Sequence["_PagedRows"]) -> BatchRows:
-        return _CacheRows(self.cache, [each for span in (self, *others) for each in span.sequences])
+        spans = (self, *others)
+        tables = list(dict.fromkeys([span.tables for span in spans]))
+        return _CacheRows(
+            self.cache,
+            tables[0] if len(tables) == 1 else PageTables.joined(tables),
+            [start for span in spans for start in span.starts],
+            [tokens for span in spans for tokens in span.tokens],
+        )
 
 
 class _CacheRows(BatchRows):
     """The rows of all requests of a step, whose keys and values lie in the pages of one cache.
 
-    Most steps have one row of each of some hundred sequences: what is done for each of those is kept to the least.
+    Most steps have one row of each of some hundred sequences: what is done for each of those is done by tensors.
     """
 
-    def __init__(self, cache: PagedKv, sequences: Sequence[SequenceRows]) -> None:
+    def __init__(
+        self, cache: PagedKv, tables: PageTables, starts: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> None:
+        assert len(tables) == len(starts), "the tables are those of all sequences"
         device, block = cache.backbone.device, cache.block_tokens
-        self._cache, self.block_tokens = cache, block
-        lengths = [len(tokens) for _, _, tokens in sequences]
-        if number := cache.num_state_pages:
-            self._state_tables = on_device([list(pages[:number]) for pages, _, _ in sequences], device)
-            self._state_runs = state_runs([start for _, start, _ in sequences], lengths, device)
-            sequences = [(pages[number:], start, tokens) for pages, start, tokens in sequences]
-        decodes = lengths.count(1) == len(lengths)
-        self._apart: Sequence[tuple[Sequence[int], int]] | None = None  # of prompts: pages and position of each row
-        if decodes:
-            tokens = [tokens[0] for _, _, tokens in sequences]
-            positions = [start for _, start, _ in sequences]
-            pages = [pages[start // block] for pages, start, _ in sequences]
-            new = [page for page, start in zip(pages, positions, strict=True) if not start % block]
+        self._cache, self._starts, self.block_tokens = cache, starts, block
+        self._lengths = lengths = list(map(len, tokens))
+        first_page, num_pages, number = tables.first_page, tables.num_pages, cache.num_state_pages
+        if number:
+            self._state_tables = on_device(tables.pages[first_page[:, None] + torch.arange(number)], device)
+            self._state_runs = state_runs(starts, lengths, device)
+            first_page, num_pages = first_page + number, num_pages - number
+        self._is_decode = lengths.count(1) == len(lengths)
+        flat, num_rows = list(chain.from_iterable(tokens)), int_tensor(lengths)
+        if self._is_decode:
+            own = [table[number + start // block] for table, start in zip(tables.tables, starts, strict=True)]
+            numbers = int_tensor([*flat, *starts, *own]).view(3, -1)
+            new = [page for page, start in zip(own, starts, strict=True) if not start % block]
+            num_keys = int_tensor([start + 1 for start in starts])
+            self.segments = self._apart = _segments(num_rows, num_keys, first_page, num_pages, tables.pages)
         else:
-            tokens = [token for _, _, tokens in sequences for token in tokens]
-            self._apart = places = [
-                (pages, start + row) for pages, start, tokens in sequences for row in range(len(tokens))
-            ]
-            positions = [position for _, position in places]
-            pages = [pages[position // block] for pages, position in places]
-            new = [pages[position // block] for pages, position in places if not position % block]
-        numbers = int_tensor([*tokens, *positions, *pages]).view(3, -1)
+            num_keys = int_tensor(starts) + num_rows
+            needed = (num_keys + (block - 1)) // block
+            assert bool((needed <= num_pages).all()), "the pages come before the rows"
+            self.segments = _segments(num_rows, num_keys, first_page, needed, tables.pages)
+            # The same row by row; of a row's position, what is not its number among all:
+            before, first_page, needed = (
+                each.repeat_interleave(num_rows) for each in (num_keys - num_rows.cumsum(0), first_page, needed)
+            )
+            positions = before + torch.arange(len(flat))
+            self._apart = _segments(torch.ones_like(positions), positions + 1, first_page, needed, tables.pages)
+            pages = tables.pages[first_page + positions // block]
+            numbers, new = torch.stack([int_tensor(flat), positions, pages]), pages[positions % block == 0].tolist()
+        if cache.backbone.block_rows is not None:  # results must not depend on how a prompt is cut
+            self.segments = self._apart
         self.tokens, self.positions, self._pages = on_device(numbers, device).unbind()
         self._offsets = self.positions % block
-        if decodes or cache.backbone.block_rows is None:
-            self.segments = [_segment(pages, start, tokens, block) for pages, start, tokens in sequences]
-        else:  # one for each row: results must not depend on how a prompt is cut
-            self.segments = self._segments_apart()
         # Of pages that rows are the first to write to, what lies after the rows must be finite: kernels may read that,
         # and give it no weight.
         if new:
@@ -165,19 +211,24 @@ class _CacheRows(BatchRows):
 
     @property
     def in_pages(self) -> InPages | None:
-        cache, is_decode = self._cache, self._apart is None
+        cache = self._cache
         if not cache.may_run_at_once or cache.num_state_pages:  # a trace knows of keys and values alone
             return None
         return InPages(
             stores=cache.stores,
             pages=self._pages,
             offsets=self._offsets,
-            pieces=() if is_decode else _pieces(self.segments),
-            segments=None if is_decode else self._segments_apart,
+            pieces=() if self._is_decode else self._pieces(),
+            segments=None if self._is_decode else lambda: self._apart,
         )
 
-    def _segments_apart(self) -> list[Segment]:
-        return [_segment(pages, position, (0,), self.block_tokens) for pages, position in self._apart or ()]
+    def _pieces(self) -> list[TracedPiece]:
+        """Rows of sequences with several, and where they stand among the rows of all."""
+        return [
+            TracedPiece(first_row=end - length, num_rows=length, num_keys=start + length)
+            for end, length, start in zip(accumulate(self._lengths), self._lengths, self._starts, strict=True)
+            if length > 1
+        ]
 
     def keep(self, part: Part) -> Keep:
         return _keep(self._cache, part, self._pages, self._offsets)
@@ -191,23 +242,16 @@ class _CacheRows(BatchRows):
         return StateRows(rows=slice(None), runs=self._state_runs, store=store)
 
 
-def _pieces(segments: Sequence[Segment]) -> list[TracedPiece]:
-    """Segments of several rows, and where they stand among the rows of all."""
-    starts = accumulate((each.num_rows for each in segments), initial=0)
-    return [
-        TracedPiece(first_row=start, num_rows=each.num_rows, num_keys=each.num_keys)
-        for start, each in zip(starts, segments, strict=False)
-        if each.num_rows > 1
-    ]
-
-
-def _segment(pages: Sequence[int], start: int, tokens: Sequence[int], block_tokens: int) -> Segment:
-    num_keys = start + len(tokens)
-    num_pages = -(-num_keys // block_tokens)
-    if len(pages) != num_pages:
-        pages = pages[:num_pages]
-        assert len(pages) == num_pages, "the pages come before the rows"
-    return Segment(num_rows=len(tokens), num_keys=num_keys, pages=pages)
+def _segments(num_rows: Tensor, num_keys: Tensor, first_page: Tensor, num_pages: Tensor, pages: Tensor) -> SegmentTable:
+    """Whose keys begin with a page."""
+    return SegmentTable(
+        num_rows=num_rows,
+        num_keys=num_keys,
+        first_key=None,
+        first_page=first_page,
+        num_pages=num_pages,
+        pages=pages,
+    )
 
 
 def _keep(cache: PagedKv, part: Part, pages: Tensor, offsets: Tensor) -> Keep:

@@ -131,8 +131,7 @@ def test_pieces_of_prompts_are_one_call_whose_rows_attend_one_by_one(name, dtype
 
     def make_rows_apart(rows: Any, *arguments: Any) -> None:
         make_rows(rows, *arguments)
-        if rows._apart is not None:
-            rows.segments = rows._segments_apart()
+        rows.segments = rows._apart
 
     monkeypatch.setattr(paged_kv._CacheRows, "__init__", make_rows_apart)
     for one, other in zip(ours, run(by_row), strict=True):

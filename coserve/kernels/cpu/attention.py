@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.products import has_native_bf16, is_widened, rounded_factors
 from coserve.kernels.plain.attention import Part, PlainAttentionBatch
-from coserve.kernels.transfer import int_tensor
 
 # Most elements of a tile's mask.
 _MAX_TILE_ELEMENTS = 1 << 22
@@ -38,34 +37,29 @@ _Run = tuple[int, int, int, int]
 class CpuPart(Part):
     """Segments with the tables that the kernels read."""
 
-    @cached_property
+    @property
     def paged(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of single rows: all pages one after another, where each row's begin there, and the numbers of keys; int64."""
-        starts = list(accumulate([len(segment.pages) for segment in self.segments], initial=0))[:-1]
-        lengths = [segment.num_keys for segment in self.segments]
-        return self.pages, int_tensor(starts), int_tensor(lengths)
+        return self.segments.pages, self.segments.first_page, self.segments.num_keys
 
-    @cached_property
+    @property
     def pages(self) -> Tensor:
         """The pages of all segments one after another, int64."""
-        tables = [segment.pages for segment in self.segments]
-        if set(map(type, tables)) == {array}:
-            return torch.frombuffer(bytearray().join(tables), dtype=torch.int64)  # type: ignore[arg-type]
-        return torch.frombuffer(array("q", chain.from_iterable(tables)), dtype=torch.int64)
+        return self.segments.pages
 
     @cached_property
     def begins_in_page(self) -> bool:
         """Whether every segment's keys begin with a page."""
-        return {segment.first_key for segment in self.segments} <= {0}
+        return self.segments.first_key is None or not self.segments.first_key.any()
 
     def runs(self, *, gathered: bool) -> list[_Run]:
         """The segments, as they lie among keys that were gathered (`pages` one after another) or stand in one page."""
-        runs, row, page = [], 0, 0
-        for segment in self.segments:
-            first_key = segment.first_key + (page * self.block_tokens if gathered else 0)
-            runs.append((row, segment.num_rows, first_key, segment.num_keys))
-            row, page = row + segment.num_rows, page + len(segment.pages)
-        return runs
+        table = self.segments
+        first_key = torch.zeros_like(table.num_keys) if table.first_key is None else table.first_key
+        if gathered:
+            first_key = first_key + table.first_page * self.block_tokens
+        columns = (table.num_rows.cumsum(0) - table.num_rows, table.num_rows, first_key, table.num_keys)
+        return list(zip(*(each.tolist() for each in columns), strict=True))
 
 
 class CpuAttentionBatch(PlainAttentionBatch):

@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
+from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment, SegmentTable
 from coserve.kernels.transfer import on_device
 
 # Keys of a block; rows of a block, where segments have more than one.
@@ -47,10 +47,9 @@ class Tile:
 class Part:
     """Segments that run as one, either of single rows or of several rows each; tables are made when asked for."""
 
-    def __init__(self, segments: Sequence[Segment], block_tokens: int, device: torch.device) -> None:
-        self.segments, self.block_tokens, self.device = tuple(segments), block_tokens, device
-        sizes = [segment.num_rows for segment in segments]
-        self.is_single, self.num_rows = sizes.count(1) == len(sizes), sum(sizes)
+    def __init__(self, segments: SegmentTable, block_tokens: int, device: torch.device) -> None:
+        self.segments, self.block_tokens, self.device = segments, block_tokens, device
+        self.is_single, self.num_rows = segments.is_single, segments.total_rows
         self._tiles: dict[tuple[int | None, int], list[Tile]] = {}
 
     @cached_property
@@ -167,19 +166,18 @@ class PlainAttentionBatch(AttentionBatch):
     part_type: type[Part] = Part
 
     def __init__(self, segments: Sequence[Segment], block_tokens: int, device: torch.device) -> None:
-        sizes = [segment.num_rows for segment in segments]
-        self._num_rows = sum(sizes)
+        table = SegmentTable.of(segments)
+        self._num_rows = table.total_rows
         self._parts: list[tuple[Part, Tensor | slice]] = []
-        if sizes.count(1) == len(sizes):
-            self._parts.append((self.part_type(segments, block_tokens, device), slice(0, self._num_rows)))
+        if table.is_single:
+            self._parts.append((self.part_type(table, block_tokens, device), slice(0, self._num_rows)))
             return
-        starts = list(accumulate(sizes, initial=0))
+        row_is_single = torch.repeat_interleave(table.num_rows == 1, table.num_rows)
         for is_single in (True, False):
-            own = [index for index, segment in enumerate(segments) if (segment.num_rows == 1) == is_single]
-            if own:
-                rows = [row for index in own for row in range(starts[index], starts[index + 1])]
-                part = self.part_type([segments[index] for index in own], block_tokens, device)
-                self._parts.append((part, _as_slice(rows, device)))
+            own = ((table.num_rows == 1) == is_single).nonzero()[:, 0]
+            if own.shape[0]:
+                part = self.part_type(table.take(own), block_tokens, device)
+                self._parts.append((part, _as_slice((row_is_single == is_single).nonzero()[:, 0], device)))
 
     @property
     def num_rows(self) -> int:
@@ -198,9 +196,10 @@ class PlainAttentionBatch(AttentionBatch):
         return wholes
 
 
-def _as_slice(rows: list[int], device: torch.device) -> Tensor | slice:
-    if rows[-1] - rows[0] == len(rows) - 1:
-        return slice(rows[0], rows[-1] + 1)
+def _as_slice(rows: Tensor, device: torch.device) -> Tensor | slice:
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first == rows.shape[0] - 1:
+        return slice(first, last + 1)
     return on_device(rows, device)
 
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from coserve.kernels.attention import AttentionBatch, AttentionRoom, Segment
+from coserve.kernels.attention import AttentionBatch, AttentionRoom, Segment, SegmentTable
 from coserve.kernels.plain.attention import PlainAttentionBatch
-from coserve.kernels.transfer import on_device
+from coserve.kernels.transfer import int_tensor, on_device
 
 # Numbers of a segment (see `attention_kernels`).
 SEGMENT_NUMBERS = 5
@@ -73,13 +73,12 @@ class TritonAttentionBatch(AttentionBatch):
     """Segments of one row (decoding), and those of several."""
 
     def __init__(self, segments: Sequence[Segment], block_tokens: int, device: torch.device) -> None:
-        self._segments, self._block_tokens, self._device = segments, block_tokens, device
-        self._num_rows = sum([segment.num_rows for segment in segments])
+        self._segments, self._block_tokens, self._device = SegmentTable.of(segments), block_tokens, device
         self._tiles: dict[tuple[str, int], Tensor] = {}
 
     @property
     def num_rows(self) -> int:
-        return self._num_rows
+        return self._segments.total_rows
 
     @property
     def num_segments(self) -> int:
@@ -88,7 +87,7 @@ class TritonAttentionBatch(AttentionBatch):
     @property
     def is_single(self) -> bool:
         """Whether each segment has one row."""
-        return len(self._segments) == self._num_rows
+        return self._segments.is_single
 
     @cached_property
     def plain(self) -> PlainAttentionBatch:
@@ -108,8 +107,8 @@ class TritonAttentionBatch(AttentionBatch):
     @cached_property
     def single(self) -> SingleRows | None:
         """Segments of one row."""
-        own = [index for index, segment in enumerate(self._segments) if segment.num_rows == 1]
-        if not own:
+        own = (self._segments.num_rows == 1).nonzero()[:, 0]
+        if not own.shape[0]:
             return None
         rows = self.segments if self.is_single else self.segments[on_device(own, self._device)]
         return SingleRows(segments=rows, pages=self.pages, splits=SPLITS)
@@ -119,14 +118,12 @@ class TritonAttentionBatch(AttentionBatch):
         of "keys".
         """
         if (kind, size) not in self._tiles:
-            numbers = array("q")
-            for index, segment in enumerate(self._segments):
-                number = segment.num_keys if kind == "keys" else segment.num_rows
+            numbers, table = array("q"), self._segments
+            for index, number in enumerate((table.num_keys if kind == "keys" else table.num_rows).tolist()):
                 if kind != "several" or number > 1:
                     for first in range(0, number, size):
                         numbers.extend((index, first))
-            table = torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
-            self._tiles[kind, size] = on_device(table, self._device).view(-1, 2)
+            self._tiles[kind, size] = on_device(int_tensor(numbers), self._device).view(-1, 2)
         return self._tiles[kind, size]
 
     @cached_property
@@ -156,16 +153,14 @@ class TritonAttentionBatch(AttentionBatch):
     @cached_property
     def _tables(self) -> tuple[Tensor, Tensor]:
         """Segments and pages, which go to the device as one."""
-        numbers, pages, row = array("q"), array("q"), 0
-        for segment in self._segments:
-            numbers.extend((row, segment.num_rows, segment.num_keys, segment.first_key, len(pages)))
-            pages.extend(segment.pages)
-            row += segment.num_rows
-        size = len(numbers)
-        if size % 2:  # kernels are compiled apart for addresses that are no multiples of 16
-            numbers.append(0)
-        start = len(numbers)
-        both = on_device(torch.frombuffer(numbers + pages, dtype=torch.int64), self._device)
+        table, columns = self._segments, torch.zeros(len(self._segments) + 1, SEGMENT_NUMBERS, dtype=torch.int64)
+        columns[:-1, 0] = table.num_rows.cumsum(0) - table.num_rows
+        for place, column in enumerate((table.num_rows, table.num_keys, table.first_key, table.first_page), start=1):
+            if column is not None:
+                columns[:-1, place] = column
+        size = SEGMENT_NUMBERS * len(table)
+        start = size + size % 2  # kernels are compiled apart for addresses that are no multiples of 16
+        both = on_device(torch.cat([columns.flatten()[:start], table.pages]), self._device)
         return both[:size].view(-1, SEGMENT_NUMBERS), both[start:]
 
 
