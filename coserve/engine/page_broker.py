@@ -219,8 +219,12 @@ class PageBroker:
             return
         if not needs_pages and (self.window.run or num_pages + optimizers.num_pages > self.pool.num_pages // 2):
             return
+        if not needs_pages:
+            for run in self.pool.take_runs(OPTIMIZER_OWNER, (num_pages,)):
+                optimizers.begin(job, run)
+            return
         with suppress(BudgetError):
-            (run,) = self._take_sizes((num_pages,)) if needs_pages else take_runs(self.pool, (num_pages,))
+            (run,) = self._take_sizes((num_pages,))
             self._give_to_optimizer(job, run)
 
     def _give_to_optimizer(self, job: str, run: range) -> None:

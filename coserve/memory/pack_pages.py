@@ -118,15 +118,6 @@ def _places_below(top: int, lengths: tuple[int, ...]) -> tuple[tuple[int, int], 
     return tuple([(run.start, len(run)) for run in runs_below(top, lengths)])
 
 
-def take_runs(pool: PagePool, group_pages: Sequence[int]) -> list[range]:
-    """A run of free neighbours for each group; BudgetError, and nothing is taken, if one cannot be had."""
-    runs = pool.take_runs(OWNER, group_pages)
-    if len(runs) < len(group_pages):
-        pool.give_back_runs(OWNER, runs)
-        raise no_such_run(pool, group_pages[len(runs)])
-    return runs
-
-
 def no_such_run(pool: PagePool, num_pages: int) -> BudgetError:
     """There is no run of this many pages."""
     return BudgetError(

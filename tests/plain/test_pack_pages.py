@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from coserve.memory.pack_pages import OWNER, PackPages, take_runs
+from coserve.memory.pack_pages import OWNER, PackPages
 from coserve.memory.pages import PagePool
 from coserve.tuning.cursor import Cursor
 
@@ -25,7 +25,7 @@ def pool_with_holes(seed: int) -> PagePool:
 def test_pages_go_back_one_part_after_another(seed, num_trained_parts):
     pool = pool_with_holes(seed)
     num_free = pool.num_free
-    runs = take_runs(pool, SIZES)
+    runs = pool.take_runs(OWNER, SIZES)
     pages, cursor = PackPages(pool, runs, num_trained_parts), Cursor(num_rows=8, num_trained=8, num_parts=4)
     assert list(pages.places) == [(run.start, len(run)) for run in runs]
     held = dict(enumerate(SIZES))
@@ -62,7 +62,7 @@ def test_pages_go_back_one_part_after_another(seed, num_trained_parts):
 @pytest.mark.parametrize("seed", range(6))
 def test_a_pack_that_came_with_fewer_groups_gives_back_those(seed):
     pool = pool_with_holes(seed)
-    num_free, taken = pool.num_free, iter(take_runs(pool, SIZES[:1] + SIZES[3:]))
+    num_free, taken = pool.num_free, iter(pool.take_runs(OWNER, SIZES[:1] + SIZES[3:]))
     pages = PackPages(pool, [None if group in (1, 2) else next(taken) for group in range(len(SIZES))], 3)
     assert pages.num_pages == sum(SIZES[:1] + SIZES[3:])
     cursor = Cursor(num_rows=8, num_trained=8, num_parts=3)
@@ -80,7 +80,7 @@ def test_a_group_without_pages_may_lie_anywhere():
     """Every empty range equals every other one."""
     pool = PagePool(8, 64)
     pool.take("kv", 4)
-    first, second, third = take_runs(pool, (1, 1, 1))
+    first, second, third = pool.take_runs(OWNER, (1, 1, 1))
     pages = PackPages(pool, [first, range(0), second, third], 0)
     cursor = Cursor(num_rows=8, num_trained=8, num_parts=3)
     cursor.advance_forward(8)

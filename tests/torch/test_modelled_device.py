@@ -15,7 +15,7 @@ from coserve.devices.job_messages import DropPack, TrainerOpened, group_bytes
 from coserve.devices.loading import torch_device
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.step_messages import LossRows, RequestRows, StepFailure, StepResult, Tasklets, Update, WindowRows
-from coserve.memory.pack_pages import PackPages, take_runs
+from coserve.memory.pack_pages import OWNER, PackPages
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.memory.pages import PagePool
 from coserve.models import load_backbone
@@ -79,7 +79,7 @@ def test_a_real_pass_lets_a_group_go_when_the_engine_takes_its_pages_back(both_d
     opened = driver.open_trainer("job", TuningConfig(), adapter=LoraConfig(r=4, target_modules=("q_proj",)).to_peft())
     pool = PagePool(4000, device.info.page_bytes)
     sizes = [-(-group_bytes(group, NUM_ROWS) // pool.page_bytes) for group in opened.training]
-    pages = PackPages(pool, take_runs(pool, sizes), opened.trained_parts)
+    pages = PackPages(pool, pool.take_runs(OWNER, sizes), opened.trained_parts)
     cursor = Cursor(num_rows=NUM_ROWS, num_trained=NUM_TRAINED, num_parts=opened.trained_parts)
     driver.begin("job", opened, SEQUENCES)
     training = device._trainers["job"].training_pass
