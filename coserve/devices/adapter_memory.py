@@ -63,7 +63,7 @@ class AdapterMemory:
         return layout.num_parameters * (4 * num_copies + self._copy_bytes) + 4 * layout.num_derived
 
     def keep(self, job: str, num_bytes: int) -> None:
-        """So much is a job's, which it does not use now: its moments lie in pages, and may have to leave them."""
+        """This many bytes are a job's, not used now: its moments lie in pages, and may have to leave them."""
         with self._lock:
             self._kept[job] = num_bytes
 

@@ -142,7 +142,7 @@ def sample(
 
 
 def _few(number: int, logits: Tensor) -> list[slice]:
-    """Of so many rows, those that are done at once."""
+    """Of this many rows, those that are done at once."""
     at_once = _ROWS_AT_ONCE_ELSEWHERE
     if logits.device.type == "cpu":
         at_once = max(_ROWS_AT_ONCE_ON_CPU, _SCORES_AT_ONCE_ON_CPU // max(1, logits.shape[1]))

@@ -58,8 +58,8 @@ class Architecture(ABC):
         self.vocab_size: int = config.vocab_size
         self.max_positions: int = getattr(config, self.max_positions_name)
         self.num_heads: int = config.num_attention_heads
-        self.num_key_value_heads: int = getattr(config, "num_key_value_heads", None) or self.num_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or self.hidden_size // max(1, self.num_heads)
+        self.num_key_value_heads: int = self._head_field("num_key_value_heads") or self.num_heads
+        self.head_dim: int = self._head_field("head_dim") or self.hidden_size // max(1, self.num_heads)
         self.tied: bool = bool(config.tie_word_embeddings)
         self._check_sizes()
 
@@ -67,6 +67,9 @@ class Architecture(ABC):
 
     embedding_name: ClassVar[str] = "model.embed_tokens"
     block_prefix: ClassVar[str] = "model.layers"
+    # Whether the configuration's `num_key_value_heads` and `head_dim` are read: of other families, transformers goes by
+    # `hidden_size` and the number of heads, whatever they say.
+    has_head_fields: ClassVar[bool] = False
     # The configuration's field for the longest sequence.
     max_positions_name: ClassVar[str] = "max_position_embeddings"
     # Why a row's results cannot be made the same in any company (`Backbone.deterministic`); "": they can.
@@ -251,10 +254,13 @@ class Architecture(ABC):
                 f"num_attention_heads={self.num_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
-        if not getattr(self.config, "head_dim", None) and self.hidden_size % self.num_heads:
+        if not self._head_field("head_dim") and self.hidden_size % self.num_heads:
             raise UnsupportedModelError(
                 f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_heads}"
             )
+
+    def _head_field(self, name: str) -> int | None:
+        return getattr(self.config, name, None) if self.has_head_fields else None
 
     def _require(self, setting: str, *allowed: object) -> None:
         """Refuse a configuration whose `setting` is present and not one of `allowed`."""

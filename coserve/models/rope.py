@@ -70,6 +70,12 @@ def rotary_table(
     kind = parameters.get("rope_type", "default")
     if kind != "default" and kind not in _SCALED:
         raise UnsupportedModelError(f"rope scaling {kind!r} is not supported; known: default, {', '.join(_SCALED)}")
+    part = parameters.get("partial_rotary_factor") or 1.0
+    if kind != "default" and part != 1.0 and not of_a_part:
+        raise UnsupportedModelError(
+            f"rope scaling {kind!r} with partial_rotary_factor={part!r} is not supported: "
+            f"{config.model_type} turns whole heads"
+        )
     try:
         if kind == "default":
             num_rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) if of_a_part else head_dim

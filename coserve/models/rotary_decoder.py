@@ -21,6 +21,7 @@ class RotaryDecoder(Architecture):
     attention_norms, mlp_norms: the norms before and after each, None where there is none.
     """
 
+    has_head_fields = True
     # The norm before the head.
     norm_name: ClassVar[str] = "model.norm"
     hidden_acts: ClassVar[tuple[str, ...]] = ("silu",)

@@ -3,7 +3,7 @@ sliding windows on every second layer. Source: arXiv 2408.00118.
 """
 
 from math import sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from coserve.graph.ir import GraphBuilder
 from coserve.models.rotary_decoder import RotaryDecoder
@@ -17,6 +17,9 @@ class Gemma2(RotaryDecoder):
     hidden_act_name = "hidden_activation"
     attention_norms = ("input_layernorm", "post_attention_layernorm")
     mlp_norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+    # Whether the caps of the configuration are read, on scores and on logits.
+    caps_scores: ClassVar[bool] = True
+    caps_logits: ClassVar[bool] = True
 
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__(config)
@@ -28,7 +31,7 @@ class Gemma2(RotaryDecoder):
         return self.window_by_type(layer)
 
     def attention(self, b: GraphBuilder, q: str, k: str, v: str, layer: int) -> str:
-        cap = self.config.attn_logit_softcapping
+        cap = self.config.attn_logit_softcapping if self.caps_scores else None
         extra = {} if cap is None else {"soft_cap": cap}
         scale = self.config.query_pre_attn_scalar**-0.5
         return self._attention(b, q, k, v, self.sliding_window(layer), scale=scale, **extra)
@@ -38,5 +41,5 @@ class Gemma2(RotaryDecoder):
         return b.apply("rms_norm", name, {"x": x, "weight": weight}, eps=self.config.rms_norm_eps, plus_one=True)
 
     def logits(self, b: GraphBuilder, logits: str) -> str:
-        cap = self.config.final_logit_softcapping
+        cap = self.config.final_logit_softcapping if self.caps_logits else None
         return logits if cap is None else b.apply("soft_cap", "logits_cap", {"x": logits}, cap=cap)

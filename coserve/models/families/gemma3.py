@@ -6,3 +6,4 @@ from coserve.models.vision_language import LlavaNames
 
 class Gemma3(LlavaNames, Gemma3Text):
     text_types = ("gemma3_text",)
+    caps_logits = False

@@ -13,6 +13,7 @@ _LOCAL = "local_"
 
 class Gemma3Text(Gemma2):
     norm_queries_and_keys = True
+    caps_scores = False
 
     def rotary_tables(self) -> Mapping[str, RotaryTable]:
         types = {"": "full_attention", _LOCAL: "sliding_attention"}

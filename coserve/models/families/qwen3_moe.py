@@ -2,7 +2,7 @@
 arXiv 2505.09388.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from coserve.graph.ir import GraphBuilder
 from coserve.models.mixture import MixtureDecoder
@@ -17,13 +17,15 @@ _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",
 
 class Qwen3Moe(MixtureDecoder):
     norm_queries_and_keys = True
+    # Qwen3's own have none, whatever the configuration says of its width.
+    has_shared_expert: ClassVar[bool] = False
 
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__(config)
         self.qkv_bias = self.output_bias = bool(config.attention_bias)
         self.num_experts, self.experts_per_row = config.num_experts, config.num_experts_per_tok
         self.expert_width, self.all_scores = config.moe_intermediate_size, not getattr(config, "norm_topk_prob", True)
-        self.shared_width = getattr(config, "shared_expert_intermediate_size", 0)
+        self.shared_width = config.shared_expert_intermediate_size if self.has_shared_expert else 0
         self.check_experts()
 
     def sliding_window(self, layer: int) -> int | None:

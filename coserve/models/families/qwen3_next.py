@@ -8,6 +8,7 @@ from coserve.models.gated_delta_decoder import GatedDeltaDecoder
 
 
 class Qwen3Next(GatedDeltaDecoder, Qwen3Moe):
+    has_shared_expert = True
     depends_on = f"{GatedDeltaDecoder.depends_on}, and {Qwen3Moe.depends_on}"
 
     def delta_projections(self, b: GraphBuilder, x: str) -> tuple[str, str, str, str]:

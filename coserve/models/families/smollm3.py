@@ -15,7 +15,7 @@ class Smollm3(RotaryDecoder):
         self.mlp_bias = bool(config.mlp_bias)
 
     def sliding_window(self, layer: int) -> int | None:
-        return self.window_by_type(layer) if self.config.use_sliding_window else None
+        return self.window_by_type(layer)
 
     def rotary_prefix(self, layer: int) -> str | None:
         return "" if self.config.no_rope_layers[layer] else None
