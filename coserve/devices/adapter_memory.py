@@ -63,7 +63,7 @@ class AdapterMemory:
         return layout.num_parameters * (4 * num_copies + self._copy_bytes) + 4 * layout.num_derived
 
     def keep(self, job: str, num_bytes: int) -> None:
-        """This many bytes are a job's, not used now: its moments lie in pages, and may have to leave them."""
+        """Keep memory for a job that does not use it now: its moments lie in pages, and may have to leave them."""
         with self._lock:
             self._kept[job] = num_bytes
 

@@ -26,9 +26,10 @@ def layer_norm(b: GraphBuilder, name: str, x: str, eps: float, *, bias: bool = T
     return b.apply("layer_norm", name, {"x": x, "weight": weight, "bias": offset}, eps=eps)
 
 
-def scaled(b: GraphBuilder, node: str, x: str, factor: float) -> str:
-    """x times a number; as it is for one."""
-    return x if factor == 1.0 else b.apply("scale", node, {"x": x}, factor=factor)
+def scaled(b: GraphBuilder, node: str, x: str, factor: float, *, rounded: bool = False) -> str:
+    """x times a number; as it is for one. rounded: see `Scale`."""
+    more = {"rounded": True} if rounded else {}
+    return x if factor == 1.0 else b.apply("scale", node, {"x": x}, factor=factor, **more)
 
 
 def added(b: GraphBuilder, node: str, *terms: str) -> str:

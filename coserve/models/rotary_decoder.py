@@ -34,8 +34,9 @@ class RotaryDecoder(Architecture):
     norm_queries_and_keys: bool = False
     # Whether `partial_rotary_factor` is read.
     turns_a_part: ClassVar[bool] = False
-    # Of the rows after the embedding, and of what attention and MLP add to them.
+    # Of the rows after the embedding (rounded to their dtype or not), and of what attention and MLP add to them.
     embedding_factor: float = 1.0
+    embedding_factor_is_rounded: ClassVar[bool] = False
     residual_factor: float = 1.0
 
     def sliding_window(self, layer: int) -> int | None:
@@ -69,7 +70,8 @@ class RotaryDecoder(Architecture):
         b = GraphBuilder()
         weight = b.weight(f"{self.embedding_name}.weight", self.vocab_size, self.hidden_size)
         x = b.apply("embedding", self.embedding_name, {"ids": tokens_input(b), "weight": weight}, offset=0)
-        return b.build(scaled(b, "embedding_factor", x, self.embedding_factor))
+        rounded = self.embedding_factor_is_rounded
+        return b.build(scaled(b, "embedding_factor", x, self.embedding_factor, rounded=rounded))
 
     def block(self, layer: int) -> Graph:
         b = GraphBuilder()

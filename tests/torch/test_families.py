@@ -138,3 +138,16 @@ def test_a_sequence_longer_than_its_cache_is_refused():
     with pytest.raises(BudgetError, match="5 tokens does not fit its cache of 4"):
         sequence.extend(random_tokens(5, 0))
     assert sequence.length == 0
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "granite"])
+def test_embeddings_in_bfloat16_are_scaled_as_transformers_scales_them(name):
+    """Gemma's factor is a number in bfloat16, Granite's one of Python's."""
+    model = make_model(name, torch.bfloat16)
+    architecture = load_backbone(str(model_directory(name, torch.bfloat16))).architecture
+    (node,) = [node for node in architecture.embed().nodes if node.op == "scale"]
+    ids, table = random_tokens(200, 1), model.model.embed_tokens
+    rows = torch.nn.functional.embedding(ids, table.weight)
+    ours = node.operator.forward({"x": rows}, dict(node.attributes), None)["y"]
+    theirs = table(ids) * (model.config.embedding_multiplier if name == "granite" else 1)
+    assert torch.equal(ours, theirs)

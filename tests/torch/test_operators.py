@@ -287,6 +287,7 @@ def test_mul_by_rows():
 
 def test_scale():
     check("scale", lambda x: x * 0.25, {"x": rnd(5, 8)}, factor=0.25)
+    check("scale", lambda x: x * 0.3, {"x": rnd(5, 8)}, factor=0.3, rounded=True)
 
 
 def test_dropout_low_rank():

@@ -58,19 +58,24 @@ class Mul(RowWise):
 
 
 class Scale(RowWise):
-    """y = factor * x, with a fixed number."""
+    """y = factor * x, with a fixed number. rounded: to the dtype of x, as in models that keep it in a tensor."""
 
     name = "scale"
     inputs = ("x",)
     needs = {"x": ()}
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
-        return {"y": values["x"] * attributes["factor"]}
+        return {"y": values["x"] * _factor(attributes, values["x"].dtype)}
 
     def vjp(
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
-        return {"x": gradients["y"] * attributes["factor"]}
+        return {"x": gradients["y"] * _factor(attributes, gradients["y"].dtype)}
+
+
+def _factor(attributes: Attributes, dtype: torch.dtype) -> float:
+    factor: float = attributes["factor"]
+    return torch.tensor(factor, dtype=dtype).item() if attributes.get("rounded") else factor
 
 
 class Clamp(RowWise):

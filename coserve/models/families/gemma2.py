@@ -17,6 +17,7 @@ class Gemma2(RotaryDecoder):
     hidden_act_name = "hidden_activation"
     attention_norms = ("input_layernorm", "post_attention_layernorm")
     mlp_norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+    embedding_factor_is_rounded = True
     # Whether the caps of the configuration are read, on scores and on logits.
     caps_scores: ClassVar[bool] = True
     caps_logits: ClassVar[bool] = True
