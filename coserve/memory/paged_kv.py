@@ -8,6 +8,7 @@ Which pages are whose is not known here: callers bring page numbers (`coserve.me
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from operator import le
 from typing import TypeAlias
 
 import torch
@@ -190,7 +191,7 @@ class _CacheRows(BatchRows):
         else:
             num_keys = int_tensor(starts) + num_rows
             needed = (num_keys + (block - 1)) // block
-            assert bool((needed <= num_pages).all()), "the pages come before the rows"
+            assert all(map(le, needed.tolist(), num_pages.tolist())), "the pages come before the rows"
             self.segments = _segments(num_rows, num_keys, first_page, needed, tables.pages)
             # The same row by row; of a row's position, what is not its number among all:
             before, first_page, needed = (
@@ -199,7 +200,10 @@ class _CacheRows(BatchRows):
             positions = before + torch.arange(len(flat))
             self._apart = _segments(torch.ones_like(positions), positions + 1, first_page, needed, tables.pages)
             pages = tables.pages[first_page + positions // block]
-            numbers, new = torch.stack([int_tensor(flat), positions, pages]), pages[positions % block == 0].tolist()
+            numbers = torch.stack([int_tensor(flat), positions, pages])
+            new = [
+                page for page, offset in zip(pages.tolist(), (positions % block).tolist(), strict=True) if not offset
+            ]
         if cache.backbone.block_rows is not None:  # results must not depend on how a prompt is cut
             self.segments = self._apart
         self.tokens, self.positions, self._pages = on_device(numbers, device).unbind()

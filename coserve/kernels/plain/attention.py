@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment, SegmentTable
-from coserve.kernels.transfer import on_device
+from coserve.kernels.transfer import int_tensor, on_device
 
 # Keys of a block; rows of a block, where segments have more than one.
 _BLOCK_KEYS, _BLOCK_ROWS = 64, 32
@@ -172,12 +172,14 @@ class PlainAttentionBatch(AttentionBatch):
         if table.is_single:
             self._parts.append((self.part_type(table, block_tokens, device), slice(0, self._num_rows)))
             return
-        row_is_single = torch.repeat_interleave(table.num_rows == 1, table.num_rows)
+        lengths = table.num_rows.tolist()
+        starts = list(accumulate(lengths, initial=0))
         for is_single in (True, False):
-            own = ((table.num_rows == 1) == is_single).nonzero()[:, 0]
-            if own.shape[0]:
-                part = self.part_type(table.take(own), block_tokens, device)
-                self._parts.append((part, _as_slice((row_is_single == is_single).nonzero()[:, 0], device)))
+            own = [index for index, length in enumerate(lengths) if (length == 1) == is_single]
+            if own:
+                rows = [row for index in own for row in range(starts[index], starts[index + 1])]
+                part = self.part_type(table.take(int_tensor(own)), block_tokens, device)
+                self._parts.append((part, _as_slice(rows, device)))
 
     @property
     def num_rows(self) -> int:
@@ -196,10 +198,9 @@ class PlainAttentionBatch(AttentionBatch):
         return wholes
 
 
-def _as_slice(rows: Tensor, device: torch.device) -> Tensor | slice:
-    first, last = int(rows[0]), int(rows[-1])
-    if last - first == rows.shape[0] - 1:
-        return slice(first, last + 1)
+def _as_slice(rows: list[int], device: torch.device) -> Tensor | slice:
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return slice(rows[0], rows[-1] + 1)
     return on_device(rows, device)
 
 

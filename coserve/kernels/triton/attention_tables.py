@@ -107,8 +107,8 @@ class TritonAttentionBatch(AttentionBatch):
     @cached_property
     def single(self) -> SingleRows | None:
         """Segments of one row."""
-        own = (self._segments.num_rows == 1).nonzero()[:, 0]
-        if not own.shape[0]:
+        own = [index for index, length in enumerate(self._segments.num_rows.tolist()) if length == 1]
+        if not own:
             return None
         rows = self.segments if self.is_single else self.segments[on_device(own, self._device)]
         return SingleRows(segments=rows, pages=self.pages, splits=SPLITS)
