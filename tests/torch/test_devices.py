@@ -46,6 +46,7 @@ from coserve.devices.process_device import ProcessDevice
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.settings import DeviceSettings
 from coserve.devices.step_messages import LossRows, RequestRows, StepBatch, StepResult, Tasklets, Update, WindowRows
+from coserve.devices.swap_messages import MovePages
 from coserve.devices.torch_device import TorchDevice
 from coserve.devices.torch_trainer import TorchTrainer
 from coserve.devices.wire import Connection, FromDevice, Started
@@ -679,3 +680,31 @@ def test_batches_and_results_survive_the_wire():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=StepBatch) == batch
     result = StepResult(step=7, norms={"j": None}, num_tasklets={"j": 1})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=StepResult) == result
+
+
+def decode(driver: Driver, request: str, tokens: list[int], number: int, new_pages: tuple[int, ...] = ()) -> None:
+    """Its prompt, if it has run none, then this many tokens, each added to `tokens`."""
+    start = 0 if new_pages else len(tokens) - 1
+    for place in range(number):
+        rows = RequestRows(
+            request=request, start=start, tokens=tuple(tokens[start:]), new_pages=new_pages, samples=True, place=place
+        )
+        start, new_pages = len(tokens), ()
+        tokens.append(driver.step(requests=[rows]).tokens[request].token)
+
+
+def test_a_request_decodes_from_where_its_pages_have_moved_to_while_nothing_else_changes():
+    """What a device keeps of the same requests from step to step (page tables, say) knows of the move."""
+    prompts = [random_tokens(11, seed).tolist() for seed in (1, 2)]
+    driver = Driver(make_device())
+    expected = driver.generate("alone", prompts[1], SamplingParams(temperature=0.0, max_tokens=7))
+    for request in ("first", "second"):
+        driver.open(request, SamplingParams(temperature=0.0))
+    pages = [driver.pages_for(len(prompts[1]) + 7) for _ in range(3)]
+    decode(driver, "first", list(prompts[0]), 1, pages[0])
+    tokens = list(prompts[1])
+    decode(driver, "second", tokens, 2, pages[1])
+    driver.device.execute(MovePages(pages=pages[1], targets=pages[2]))
+    driver.device.execute(MovePages(pages=pages[0], targets=pages[1]))  # the first one's come into its place
+    decode(driver, "second", tokens, 5)
+    assert tokens[len(prompts[1]) :] == expected
