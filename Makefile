@@ -50,7 +50,7 @@ test-browser: setup  ## The page in a real browser; skipped where there is no ch
 KILLS ?= 4
 test-cluster: setup  ## One server on a real Ray cluster of three nodes; installs Ray, and is skipped where it cannot
 	-$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cluster]'
-	COSERVE_CLUSTER_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster tests/cluster tests/server/test_cluster_command.py -s
+	COSERVE_CLUSTER_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster $(sort $(shell grep -rl --include='*.py' mark.cluster tests)) -s
 
 # ALL=1 also tries those that take minutes; see docs/clients.md, whose table this writes.
 test-clients: setup  ## Real clients, in Python and Node, each in an environment of its own

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from coserve.adapters.file_names import CONFIG_FILE, WEIGHTS_FILE
 from coserve.adapters.places import Place, Site
 from coserve.adapters.reparametrization import Reparametrization
 from coserve.adapters.tensor_files import write_tensors
@@ -29,12 +30,8 @@ from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
 from coserve.models.bypasses import BoundBypass, Bypasses
 
-# What stands before a parameter's name in PEFT's files; their names.
+# What stands before a parameter's name in PEFT's files.
 PEFT_PREFIX = "base_model.model."
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-# Beside the files of a model that full fine-tuning has made: what was trained. No file of PEFT's, which would make
-# transformers look for an adapter.
-FULL_FILE = "coserve_full.json"
 
 
 class AdapterConfig(ABC):

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from coserve.adapters.base import FULL_FILE, Adapter
+from coserve.adapters.base import Adapter
+from coserve.adapters.file_names import FULL_FILE
 from coserve.adapters.full_weights import FullWeights
 from coserve.adapters.peft_directory import Taking, adapter_config
 from coserve.errors import AdapterError

@@ -12,15 +12,8 @@ from typing import Any
 
 import torch
 
-from coserve.adapters.base import (
-    CONFIG_FILE,
-    FULL_FILE,
-    PEFT_PREFIX,
-    WEIGHTS_FILE,
-    Adapter,
-    AdapterConfig,
-    AdapterLayout,
-)
+from coserve.adapters.base import PEFT_PREFIX, Adapter, AdapterConfig, AdapterLayout
+from coserve.adapters.file_names import CONFIG_FILE, FULL_FILE, WEIGHTS_FILE
 from coserve.adapters.methods import method, method_names
 from coserve.adapters.places import Site
 from coserve.adapters.tensor_files import TensorFile, open_tensors

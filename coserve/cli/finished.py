@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coserve.adapters.file_names import FULL_FILE
 from coserve.cli.at_rest import existing_home
 from coserve.errors import AdapterError
 
@@ -22,8 +23,6 @@ class Finished:
     @property
     def is_model(self) -> bool:
         """Whether it is a model of its own, and not an adapter."""
-        from coserve.adapters.base import FULL_FILE
-
         return (self.directory / FULL_FILE).is_file()
 
 

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
-from coserve.adapters.base import CONFIG_FILE, WEIGHTS_FILE
+from coserve.adapters.file_names import CONFIG_FILE, WEIGHTS_FILE
 from coserve.cluster.messages import NodeCalls, NodeSettings, NodeStatus, settings_digest
 from coserve.cluster.shared_paths import SeenFiles, SharedPaths, sampled_digest, write_probe
 from coserve.engine.config import EngineConfig

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from coserve.adapters.file_names import CONFIG_FILE, WEIGHTS_FILE
 from coserve.devices.job_messages import OPTIMIZER_FILE
 from coserve.devices.messages import DeviceInfo, OpenVersion
 from coserve.devices.recording import DeviceLine, Executed, FrameWriter, RecordingDevice, read_frames
@@ -30,7 +31,7 @@ from coserve.tuning.shard import Shard
 
 _FORMAT = 3
 # What a directory of an adapter or a checkpoint may hold.
-_FILES = ("adapter_config.json", "adapter_model.safetensors", OPTIMIZER_FILE, POSITION_FILE)
+_FILES = (CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE, POSITION_FILE)
 
 Files = dict[str, bytes]
 

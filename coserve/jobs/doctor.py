@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from coserve.adapters.file_names import CONFIG_FILE, WEIGHTS_FILE
 from coserve.devices.job_messages import OPTIMIZER_FILE
 from coserve.engine.checkpoint import POSITION_FILE
 from coserve.errors import StoreError
@@ -25,7 +26,6 @@ from coserve.jobs.states import TRANSITIONS
 from coserve.jobs.store import Store
 
 LOST_AND_FOUND = "lost+found"
-_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,9 @@ def _fault_of(directory: Path, *, is_needed_whole: bool) -> str | None:
         return "is not there"
     from safetensors import SafetensorError, safe_open
 
-    needed = (_CONFIG, _WEIGHTS, OPTIMIZER_FILE, POSITION_FILE) if is_needed_whole else (_CONFIG, _WEIGHTS)
+    needed = (
+        (CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE, POSITION_FILE) if is_needed_whole else (CONFIG_FILE, WEIGHTS_FILE)
+    )
     for name in needed:
         if not (directory / name).is_file():
             return f"has no {name}"

@@ -7,7 +7,7 @@ cannot be removed is logged, and tried again at the next start.
 from collections.abc import Collection
 from pathlib import Path
 
-from coserve.adapters.base import CONFIG_FILE
+from coserve.adapters.file_names import CONFIG_FILE
 from coserve.engine.checkpoint import JOB_FILES
 from coserve.home import make_private
 from coserve.jobs.records import CheckpointRecord, JobRecord

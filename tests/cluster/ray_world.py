@@ -247,7 +247,7 @@ def ray_world(
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     from ray.cluster_utils import Cluster
 
-    from coserve.cluster import on_ray
+    from coserve.cluster import on_ray, ray_front
     from coserve.cluster.ray_machine import RAY_SETTINGS
 
     os.environ.update(RAY_SETTINGS)
@@ -265,7 +265,7 @@ def ray_world(
         for _ in range(num_machines):
             world.add_machine()
         on_ray.connect(cluster.address)
-        on_ray.deploy(config, placement, resources={"coserve_head": 0.01}, num_fronts=num_fronts)
+        ray_front.deploy(config, placement, resources={"coserve_head": 0.01}, num_fronts=num_fronts)
         on_ray.wait_for_nodes(lambda: False)
         yield world
         world.close()

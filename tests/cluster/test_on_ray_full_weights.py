@@ -73,6 +73,7 @@ def test_three_nodes_serve_what_full_fine_tuning_over_all_of_them_has_made_also_
 
 
 def test_a_cluster_that_cannot_be_used_says_why(world: RayWorld, tmp_path: Path):
+    from coserve.cluster.ray_front import check_http, deploy
     from coserve.cluster.ray_machine import check_address
     from coserve.errors import ClusterError
 
@@ -82,12 +83,12 @@ def test_a_cluster_that_cannot_be_used_says_why(world: RayWorld, tmp_path: Path)
         check_address("nowhere")
     assert set(world.on_ray.served_models()) == {"tiny"}
     with pytest.raises(ClusterError, match=f"its port is {world.config.port}, not 1: ask for the same"):
-        world.on_ray.check_http(replace(world.config, port=1))
-    world.on_ray.check_http(world.config)
+        check_http(replace(world.config, port=1))
+    check_http(world.config)
     # It takes the front's place, and leaves none.
     config = replace(world.config, home=str(tmp_path), database=f"sqlite:///{tmp_path}/nowhere/jobs.db")
     with pytest.raises(ClusterError, match=r"the front cannot start: the database .*/nowhere/jobs.db cannot be opened"):
-        world.on_ray.deploy(config, "round-robin", resources={"coserve_head": 0.01})
+        deploy(config, "round-robin", resources={"coserve_head": 0.01})
     with pytest.raises(ClusterError, match="the cluster has no front: start one with coserve cluster up"):
         world.status()
 

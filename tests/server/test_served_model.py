@@ -23,7 +23,7 @@ pytestmark = [
 def test_a_front_that_cannot_start_says_why_though_ray_is_gone(monkeypatch: pytest.MonkeyPatch):
     from ray.exceptions import RpcError
 
-    from coserve.cluster import on_ray
+    from coserve.cluster import on_ray, ray_front
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("there is no memory left")
@@ -31,16 +31,16 @@ def test_a_front_that_cannot_start_says_why_though_ray_is_gone(monkeypatch: pyte
     def gone(_: Any) -> None:
         raise RpcError("failed to connect to all addresses")
 
-    monkeypatch.setattr(on_ray, "serve", SimpleNamespace(start=lambda **_: None, run=fail))
-    monkeypatch.setattr(on_ray, "application", lambda *_: None)
+    monkeypatch.setattr(ray_front, "serve", SimpleNamespace(start=lambda **_: None, run=fail))
+    monkeypatch.setattr(ray_front, "application", lambda *_: None)
     monkeypatch.setattr(on_ray, "tell_served", gone)
     with pytest.raises(ClusterError, match="the front cannot start: there is no memory left"):
-        on_ray.deploy(ServerConfig(), "round-robin", resources={})
+        ray_front.deploy(ServerConfig(), "round-robin", resources={})
 
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_the_front_that_answers_takes_its_word_back_when_it_ends(monkeypatch: pytest.MonkeyPatch, answers: bool):
-    from coserve.cluster import on_ray
+    from coserve.cluster import on_ray, ray_front
 
     told = list[str | None]()
 
@@ -52,21 +52,22 @@ def test_the_front_that_answers_takes_its_word_back_when_it_ends(monkeypatch: py
 
         async def stop(self) -> None: ...
 
-    monkeypatch.setattr(on_ray, "StandbyFront", Standby)
-    monkeypatch.setattr(on_ray, "Front", lambda *_: None)
-    monkeypatch.setattr(on_ray, "tell_served", lambda served: told.append(served and served.model))
+    monkeypatch.setattr(ray_front, "StandbyFront", Standby)
+    monkeypatch.setattr(ray_front, "Front", lambda *_, **__: None)
+    for module in (on_ray, ray_front):
+        monkeypatch.setattr(module, "tell_served", lambda served: told.append(served and served.model))
 
     async def test() -> None:
         front: Any = SimpleNamespace()  # one that is not ended again when the test is over
-        await on_ray.FrontApplication.__init__(front, ServerConfig(model="tiny"), "round-robin", 2)
-        await on_ray.FrontApplication.__del__(front)
+        await ray_front.FrontApplication.__init__(front, ServerConfig(model="tiny"), "round-robin", 2)
+        await ray_front.FrontApplication.__del__(front)
 
     asyncio.run(test())
     assert told == (["tiny", None] if answers else ["tiny"])
 
 
 def test_a_front_can_be_started_where_one_is_gone_that_could_not_take_its_word_back(monkeypatch: pytest.MonkeyPatch):
-    from coserve.cluster import on_ray, ray_machine
+    from coserve.cluster import on_ray, ray_front, ray_machine
 
     def deploy(*_: Any, **__: Any) -> None:
         raise ClusterError("it begins")
@@ -74,13 +75,22 @@ def test_a_front_can_be_started_where_one_is_gone_that_could_not_take_its_word_b
     def nothing(*_: Any) -> None:
         pass
 
+    kept = dict[bytes, bytes]()
+    claims = SimpleNamespace(
+        keys=lambda prefix: list(kept),
+        get=kept.get,
+        put=kept.__setitem__,
+        add=lambda key, value: not kept.update({key: value}),
+    )
+    monkeypatch.setattr(ray_machine, "ClusterKeys", lambda _: claims)
     monkeypatch.setattr(ray_machine, "served_at", lambda address: ray_machine.Served(model="gone"))
     monkeypatch.setattr(ray_machine, "check_address", nothing)
-    for name in ("connect", "disconnect", "check_http", "undeploy"):
+    for name in ("connect", "disconnect", "undeploy"):
         monkeypatch.setattr(on_ray, name, nothing)
+    monkeypatch.setattr(ray_front, "check_http", nothing)
     monkeypatch.setattr(on_ray, "served_models", list[str])
     monkeypatch.setattr(on_ray, "this_machine", dict[str, float])
-    monkeypatch.setattr(on_ray, "deploy", deploy)
+    monkeypatch.setattr(ray_front, "deploy", deploy)
     arguments = ["cluster", "up", "tiny", "--address", "192.0.2.7:6379", "--dtype", "bfloat16", "--nodes"]
     assert str(CliRunner().invoke(app, [*arguments, "0"]).exception) == "it begins"
     assert "serves gone already" in str(CliRunner().invoke(app, [*arguments, "1"]).exception)

@@ -122,7 +122,7 @@ def _up(
         # Without devices it can ask Ray itself, which knows of a front that is gone.
         if told is not None and nodes != 0:
             _check_joins(address, [told.model], own, config.model, told.version)
-    from coserve.cluster import on_ray
+    from coserve.cluster import on_ray, ray_front
     from coserve.cluster.front import DEFAULT_PLACEMENT, check_config
     from coserve.cluster.placement import placement_class
     from coserve.logs import configure_logs
@@ -161,11 +161,11 @@ def _up(
                 f"the cluster at {machine.address} has just ended its front; join it when it has another"
             )
         else:
-            on_ray.check_http(config)
+            ray_front.check_http(config)
             claim.check()
             leaving.callback(on_ray.undeploy, config.drain_s)
             where = {} if config.database else on_ray.this_machine()
-            on_ray.deploy(config, placement, resources=where, num_fronts=fronts or 1)
+            ray_front.deploy(config, placement, resources=where, num_fronts=fronts or 1)
             leaving.enter_context(_reloading(on_ray.reload_keys, config.api_keys_file))
             _say(_start_line(config, machine.address))
         if claim is not None:
@@ -230,11 +230,12 @@ def status(
 ) -> None:
     """Show the nodes, what each does, and who waits for one."""
     _require_ray()
-    from coserve.cli.tables import console, table
-    from coserve.cluster import on_ray
     from coserve.cluster.ray_machine import check_address
 
     check_address(address)
+    from coserve.cli.tables import console, table
+    from coserve.cluster import on_ray
+
     on_ray.connect(address)
     try:
         found = on_ray.status()
@@ -271,11 +272,12 @@ def drain(
     if (node is None) != here:
         raise ClusterError("coserve cluster drain is for one NODE, or with --here for all nodes of this machine")
     _require_ray()
-    from coserve.cluster import on_ray
-    from coserve.cluster.machines import MOVE_S
     from coserve.cluster.ray_machine import check_address
 
     check_address(address)
+    from coserve.cluster import on_ray
+    from coserve.cluster.machines import MOVE_S
+
     on_ray.connect(address)
     try:
         if node is not None:

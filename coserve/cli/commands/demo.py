@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from coserve.adapters.file_names import CONFIG_FILE
 from coserve.cli.connection import own_server
 from coserve.cli.slo_option import slo_option
 from coserve.cli.where_option import Where, values_by_column
@@ -157,8 +158,8 @@ def _settings(config: dict[str, Any], lesson: Any) -> dict[str, str]:
 
 def _adapter_directory(home: Path, job_id: str) -> Path | None:
     """The job's last adapter, where the server keeps it."""
-    found = [path.parent for path in home.rglob("adapter_config.json") if job_id in str(path)]
-    return max(found, key=lambda path: (path / "adapter_config.json").stat().st_mtime_ns, default=None)
+    found = [path.parent for path in home.rglob(CONFIG_FILE) if job_id in str(path)]
+    return max(found, key=lambda path: (path / CONFIG_FILE).stat().st_mtime_ns, default=None)
 
 
 def _write(out: Path, results: dict[str, Any], adapter: Path | None) -> None:

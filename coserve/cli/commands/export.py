@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from coserve.adapters.file_names import CONFIG_FILE, FULL_FILE, WEIGHTS_FILE
 from coserve.cli.at_rest import Database, Home
 from coserve.cli.connection import Json
 from coserve.cli.finished import find_finished
@@ -48,7 +49,7 @@ def export(
         export_merged(named, found, directory)
     else:
         directory.mkdir(parents=True, exist_ok=True)
-        for file in ("adapter_config.json", "adapter_model.safetensors"):
+        for file in (CONFIG_FILE, WEIGHTS_FILE):
             shutil.copy(found / file, directory)
     print(
         json.dumps({"directory": str(directory), "merged": merge or is_model}) if as_json else f"{directory}: written"
@@ -58,8 +59,8 @@ def export(
 def _find(name: str, home: str | None, database: str | None) -> tuple[Path, str | None, bool]:
     """The directory, the model that it is of, if that is known, and whether it is a model by itself."""
     path = Path(name)
-    if (path / "adapter_config.json").is_file():
-        return path, json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path"), False
+    if (path / CONFIG_FILE).is_file():
+        return path, json.loads((path / CONFIG_FILE).read_text()).get("base_model_name_or_path"), False
     found = find_finished(name, home, database)
     return found.directory, found.base, found.is_model
 
@@ -68,7 +69,6 @@ def _copy_model(source: Path, directory: Path) -> None:
     """What full fine-tuning has made, without what a job needs to resume."""
     import shutil
 
-    from coserve.adapters.base import FULL_FILE
     from coserve.devices.job_messages import OPTIMIZER_FILE
     from coserve.engine.checkpoint import POSITION_FILE
 
