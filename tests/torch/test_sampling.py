@@ -70,6 +70,22 @@ def test_draws_follow_transformers_distribution(params, warpers):
     assert (observed - expected).abs().max() < 4 * (0.25 / 5_000) ** 0.5
 
 
+@pytest.mark.parametrize(("num_seeds", "num_places"), [(5_000, 1), (1, 5_000), (70, 70)])
+@pytest.mark.parametrize("first_seed", [0, -(2**63), 2**63 - 5_000])
+def test_draws_of_neighbouring_seeds_and_places_are_as_good_as_independent(num_seeds, num_places, first_seed):
+    drawn = torch.tensor([[first_seed + seed, place] for seed in range(num_seeds) for place in range(num_places)])
+    rows = [SamplingRow(params=SamplingParams(), seed=seed, place=place) for seed, place in map(tuple, drawn.tolist())]
+    tokens = sample(torch.zeros(1, 8).expand(len(rows), -1), rows).tokens
+    # Pairs of a place and the next one, or a seed and the next one: 64 kinds, all equally likely.
+    table = tokens.view(num_seeds, num_places)
+    for one, other in ((table[:-1], table[1:]), (table[:, :-1], table[:, 1:])):
+        if one.numel():
+            counts = torch.bincount((one * 8 + other).flatten(), minlength=64)
+            expected = one.numel() / 64
+            chi_squared = float(((counts - expected) ** 2 / expected).sum())
+            assert 25 < chi_squared < 115, "63 on average; one of ten thousand is beyond either bound"
+
+
 def test_greedy_takes_the_likeliest():
     logits = rnd(9, VOCAB)
     rows = [SamplingRow(params=SamplingParams(temperature=0), seed=seed) for seed in range(9)]
