@@ -91,7 +91,8 @@ class ScriptedNode:
     ) -> None:
         self.ready, self.version, self.error, self.settings = ready, version, error, settings
         self.unseen: str | None = None
-        self.is_alive = True
+        self.is_alive, self.pid = True, 1
+        self.delay_s: Callable[[], float] = lambda: 0.0  # before what it says is heard
         self.session: str | None = None
         self.commands: list[Any] = []
         self.answers_requests = False
@@ -107,7 +108,7 @@ class ScriptedNode:
         self._check()
         state = "ready" if self.error is None else "failed"
         return NodeStatus(
-            version=self.version, host="here", pid=1, state=state, settings=self.settings, error=self.error
+            version=self.version, host="here", pid=self.pid, state=state, settings=self.settings, error=self.error
         )
 
     async def look_at(self, shared: SharedPaths) -> str | None:
@@ -138,6 +139,8 @@ class ScriptedNode:
             self._news.clear()
             await asyncio.wait([asyncio.ensure_future(self._news.wait())], timeout=wait_s)
             self._check(session)
+        await asyncio.sleep(self.delay_s())
+        self._check(session)
         return NodeReports(reports=list(self._reports.values()), last=self._last, now_s=0.0, silent_s=0.0)
 
     async def detach(self, session: str) -> None:
@@ -171,6 +174,8 @@ class ScriptedNode:
         self._news.set()
 
     def live(self) -> None:
+        """As another process, if it has died."""
+        self.pid += not self.is_alive
         self.is_alive = True
 
     def of(self, kind: type) -> list[Any]:

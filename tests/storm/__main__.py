@@ -4,8 +4,10 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from itertools import count
 
+from storm.clustered import run_cluster_storm
 from storm.real.run import command, run_real_storm
 from storm.real.world import Settings
 from storm.simulated import NUM_ACTIONS, Report, run_storm
@@ -21,6 +23,10 @@ def main() -> int:
     simulated.add_argument("--minutes", type=float, default=10.0, help="of computing")
     simulated.add_argument("--hours", type=float, help="of computing")
     simulated.add_argument("--actions", type=int, default=NUM_ACTIONS, help="on the device, of each storm")
+    clustered = kinds.add_parser("clustered", help="a front and the engines of three nodes, in one process")
+    clustered.add_argument("--seed", type=int, help="one storm, that of this seed")
+    clustered.add_argument("--first-seed", type=int, default=0, help="of many")
+    clustered.add_argument("--minutes", type=float, default=10.0)
     real = kinds.add_parser("real", help="a server, its clients, its disk and its clock")
     real.add_argument("--seed", type=int, default=0)
     real.add_argument("--minutes", type=float, default=10.0, help="of faults; then comes calm")
@@ -28,7 +34,8 @@ def main() -> int:
     real.add_argument("--streams", type=int, default=512)
     real.add_argument("--jobs", type=int, default=8)
     options = parser.parse_args()
-    return simulate(options) if options.kind == "simulated" else real_storms(options)
+    run = {"simulated": simulate, "clustered": cluster_storms, "real": real_storms}
+    return run[options.kind](options)
 
 
 def simulate(options: argparse.Namespace) -> int:
@@ -44,6 +51,22 @@ def simulate(options: argparse.Namespace) -> int:
         json.dumps({"storms": report.num_storms, "hours": report.simulated_s / 3600, "faults": report.faults.total()})
     )
     return 0
+
+
+def cluster_storms(options: argparse.Namespace) -> int:
+    num_storms, num_broken, done = 0, 0, Counter[str]()
+    until_s = time.monotonic() + 60 * options.minutes
+    for seed in count(options.first_seed) if options.seed is None else [options.seed]:
+        if time.monotonic() > until_s:
+            break
+        did, broken = run_cluster_storm(seed)
+        num_storms, num_broken, done = num_storms + 1, num_broken + bool(broken), done + did
+        if broken:
+            again = f"PYTHONPATH=tests python -m storm clustered --seed {seed}"
+            print("\n".join(broken), f"a similar one: {again}", sep="\n", file=sys.stderr)
+    print("\n".join(f"{number:7} {what}" for what, number in sorted(done.items())))
+    print(json.dumps({"storms": num_storms, "broken": num_broken}))
+    return int(num_broken > 0)
 
 
 def real_storms(options: argparse.Namespace) -> int:
