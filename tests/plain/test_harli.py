@@ -54,7 +54,7 @@ def view(history: History, *, tpot_s: float = SLO_S) -> View:
 
 
 def run(history: History, made: Plan, *, num_tasklets: int) -> None:
-    """A step of which so many tasklets began."""
+    """A step of which this many tasklets began."""
     history.add(
         StepView(
             view=view(history),
@@ -81,7 +81,7 @@ def new_history() -> History:
     return history
 
 
-def test_a_job_that_starves_gives_the_whole_device_back_until_it_can_go_on():
+def test_a_job_that_starves_gives_the_whole_device_back_until_it_can_continue():
     history = new_history()
     made = POLICY.plan(view(history), LATENCY)
     assert made.partition == Partition(1, 1, stops=True)
@@ -92,7 +92,7 @@ def test_a_job_that_starves_gives_the_whole_device_back_until_it_can_go_on():
         assert [part.num_tasklets for part in made.tasklets] == [1], "a unit, which begins if they are there now"
         assert made.predicted_s <= SLO_S
     run(history, made, num_tasklets=1)
-    assert POLICY.plan(view(history), LATENCY).partition is not None, "it has gone on"
+    assert POLICY.plan(view(history), LATENCY).partition is not None, "it has continued"
 
 
 def test_requests_without_time_for_a_unit_are_alone_for_one_step():
