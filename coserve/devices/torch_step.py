@@ -27,6 +27,9 @@ from coserve.tuning.layerwise import LayerwisePass
 from coserve.tuning.tasklet import Tasklet
 from coserve.tuning.training_pass import TrainingPass
 
+# How long a step without a time limit waits for weights, at most: who arrives meanwhile waits with it.
+_MOST_WAIT_S = 0.1
+
 
 class TorchStep:
     """One step, between its launch and its result."""
@@ -198,14 +201,14 @@ class TorchStep:
 
     def _is_declined(self, job: str) -> bool:
         """Whether a tasklet does not begin, since the weights that it needs are not there. They are waited for where
-        no request is in the step, as long as tasklets may begin.
+        no request is in the step, as long as tasklets may begin, and without a limit for a moment.
         """
         training = self._pass(job)
         if not isinstance(training, LayerwisePass):
             return False
         limit_s, most_s = self._batch.backward_limit_s, 0.0
         if not self._rows:
-            most_s = inf if limit_s is None else limit_s - self._timer.elapsed_s()
+            most_s = _MOST_WAIT_S if limit_s is None else limit_s - self._timer.elapsed_s()
         try:
             declined = job in self._broken or not training.is_there(most_s)
         except WeightsError as error:

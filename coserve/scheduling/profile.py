@@ -67,6 +67,8 @@ class OneCall:
         )
 
 
+_CURVES = ("forward", "head", "loss", "backward")
+_OPTIONAL_CURVES = ("sample", "score", "mask", "sums", "backward_sums")
 # Of what was not measured.
 FREE = Curve(rows=(1, 2), seconds=(0.0, 0.0))
 
@@ -86,7 +88,7 @@ class Profile:
     an optimizer step, by what it moves and at least. sharing: of a device that can be divided. s_per_copied_byte: of a
     page that goes to the host, or comes back; None: not known. saved_bytes_per_token: that a pack of the reference job
     keeps for its backward pass; 0: not known. joining: what a tasklet of several packs takes, as a multiple of one of a
-    single pack of as many rows.
+    single pack of as many rows. sums, backward_sums: what `forward` and `backward` have of sums over joined devices.
     """
 
     model: ModelCounts
@@ -112,6 +114,8 @@ class Profile:
     s_per_window_bypass: float = 0.0
     one_call: OneCall = OneCall()
     joining: float = 1.1
+    sums: Curve = FREE
+    backward_sums: Curve = FREE
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -123,8 +127,8 @@ class Profile:
         """
         curves = {
             name: Curve(rows=tuple(fields[name]["rows"]), seconds=tuple(fields[name]["seconds"]))
-            for name in ("forward", "head", "loss", "backward", "sample", "score", "mask")
-            if name in fields or name not in ("sample", "score", "mask")
+            for name in (*_CURVES, *_OPTIONAL_CURVES)
+            if name in fields or name in _CURVES
         }
         counts = {"model": ModelCounts(**fields["model"]), "job": JobCounts(**fields["job"])}
         sharing = None if fields.get("sharing") is None else Sharing.from_json(fields["sharing"])

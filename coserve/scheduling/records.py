@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.plan import JobView
+from coserve.scheduling.profile import Curve
 
 # Weight of the newest step in a record: contexts grow under one key.
 _NEWEST = 0.3
@@ -29,8 +30,8 @@ _MANY = 1024, 2048
 
 
 class Work(NamedTuple):
-    """What a piece needs, in seconds at the device's rates: fixed_s is a step with nothing to compute. There is no
-    interconnect within one device, so communication_s is 0 until there are several.
+    """What a piece needs, in seconds at the device's rates: fixed_s is a step with nothing to compute. communication_s:
+    of sums over joined devices; 0 on a device by itself.
     """
 
     fixed_s: float
@@ -128,17 +129,22 @@ class LatencyRecords:
 def forward_work(load: ForwardLoad, latency: LatencyModel) -> Work:
     """Of a forward pass."""
     p = latency.profile
-    row_s = (p.forward.at(_MANY[1]) - p.forward.at(_MANY[0])) / (_MANY[1] - _MANY[0])
+    fixed_s, row_s = _apart(p.forward, p.sums)
     computation_s = load.rows * row_s + load.pairs * p.s_per_pair + load.window_rows * p.s_per_window_row
-    fixed_s = p.forward.at(1)
-    return Work(fixed_s, computation_s, 0.0, fixed_s + p.head.at(load.sampled) + load.keys * p.s_per_key)
+    memory_s = fixed_s + p.head.at(load.sampled) + load.keys * p.s_per_key
+    return Work(fixed_s, computation_s, p.sums.at(load.rows), memory_s)
 
 
 def tasklet_work(job: JobView, rows: int, latency: LatencyModel) -> Work:
     """Of a backward tasklet."""
     p = latency.profile
-    row_s = (p.backward.at(_MANY[1]) - p.backward.at(_MANY[0])) / (_MANY[1] - _MANY[0])
+    fixed_s, row_s = _apart(p.backward, p.backward_sums)
     pairs = rows * job.mean_context_len
     computation_s = rows * row_s * latency.backward_weight(job) + pairs * p.backward_s_per_pair
-    fixed_s = p.backward.at(1)
-    return Work(fixed_s, computation_s, 0.0, fixed_s)
+    return Work(fixed_s, computation_s, p.backward_sums.at(rows), fixed_s)
+
+
+def _apart(curve: Curve, sums: Curve) -> tuple[float, float]:
+    """Without the sums: seconds of a row, which are those of reading the weights, and of each row among many."""
+    few_s, many_s, more_s = (curve.at(rows) - sums.at(rows) for rows in (1, *_MANY))
+    return few_s, (more_s - many_s) / (_MANY[1] - _MANY[0])

@@ -85,6 +85,8 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
         update_s=10 * hardware.call_s,
         s_per_copied_byte=1 / hardware.host_bytes_per_s,
         saved_bytes_per_token=saved_bytes,
+        sums=_curve(lambda rows: timer.sums_s(hardware, len(blocks), rows)),
+        backward_sums=_curve(lambda rows: timer.sums_s(hardware, len(programs.parts), rows) / num_parts),
         sharing=_sharing(hardware, forward, backward, timer.traffic(hardware, programs.program[programs.parts[-1]])),
     )
 

@@ -1,10 +1,11 @@
 """Fine-tuning sets, as published, as lines for jobs: Alpaca, GSM8K, SST-2, RTE, OpenBookQA.
 
-A set is told by its fields; files are JSONL or a JSON array, plain or gzipped. Each record becomes a prompt and a
-completion, which any tokenizer can take; lines that are in the format of jobs already stay as they are.
+A set is told by its fields; files are JSONL, a JSON array, or tables (GLUE's are TSV), plain or gzipped. Each record
+becomes a prompt and a completion, which any tokenizer can take; lines that are in the format of jobs already stay as
+they are.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,25 @@ def _alpaca(record: _Record) -> tuple[str, str]:
 
 
 def _openbookqa(record: _Record) -> tuple[str, str]:
+    choices = [str(choice) for choice in record["choices"]]
+    return _choice(str(record["question"]), choices, _class(record["answer"], len(choices)))
+
+
+def _openbookqa_by_key(record: _Record) -> tuple[str, str]:
+    """As its authors publish it, and as the Hugging Face hub does."""
+    if "question_stem" in record:
+        stem, choices = record["question_stem"], record["choices"]
+        texts, labels = choices["text"], choices["label"]
+    else:
+        stem, choices = record["question"]["stem"], record["question"]["choices"]
+        texts, labels = ([choice[name] for choice in choices] for name in ("text", "label"))
+    return _choice(str(stem), [str(text) for text in texts], list(labels).index(record["answerKey"]))
+
+
+def _choice(question: str, choices: Sequence[str], right: int) -> tuple[str, str]:
     letters = "ABCDEFGH"
-    listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(letters, record["choices"], strict=False))
-    index = int(record["answer"])
-    return f"{record['question']}\n{listed}\nAnswer:", f" {letters[index]}. {record['choices'][index]}"
+    listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(letters, choices, strict=False))
+    return f"{question}\n{listed}\nAnswer:", f" {letters[right]}. {choices[right]}"
 
 
 def _gsm8k(record: _Record) -> tuple[str, str]:
@@ -64,19 +80,50 @@ def _gsm8k(record: _Record) -> tuple[str, str]:
 
 
 def _rte(record: _Record) -> tuple[str, str]:
-    words = ("no", "yes")[int(record["label"])]
-    return f"{record['premise']}\nDoes it follow that {record['hypothesis']} Yes or no?", f" {words}"
+    """With GLUE's and SuperGLUE's words as labels; or with 1 for what follows, but where there is an `idx`: so the hub
+    has SuperGLUE's, with 0 for that.
+    """
+    label, right = record["label"], 0 if "idx" in record else 1
+    follows = label == _ENTAILMENT[0] if label in _ENTAILMENT else _class(label, 2) == right
+    return _premise(record["premise"], record["hypothesis"], follows)
+
+
+def _rte_of_glue(record: _Record) -> tuple[str, str]:
+    label = record["label"]
+    if label not in _ENTAILMENT:
+        raise DataError(
+            f"has the label {label!r}, and sentence1 and sentence2 as several sets of GLUE: RTE's labels must be "
+            f"{' or '.join(_ENTAILMENT)}, or the fields premise, hypothesis and label"
+        )
+    return _premise(record["sentence1"], record["sentence2"], label == _ENTAILMENT[0])
+
+
+def _premise(premise: str, hypothesis: str, follows: bool) -> tuple[str, str]:
+    return f"{premise}\nDoes it follow that {hypothesis} Yes or no?", " yes" if follows else " no"
 
 
 def _sst2(record: _Record) -> tuple[str, str]:
-    return f"{record['sentence']}\nSentiment:", f" {('negative', 'positive')[int(record['label'])]}"
+    return f"{record['sentence']}\nSentiment:", f" {('negative', 'positive')[_class(record['label'], 2)]}"
 
 
+def _class(label: Any, number: int) -> int:
+    """A label as an index; DataError for one of a test set, which has -1, or of another set."""
+    found = int(label)
+    if not 0 <= found < number:
+        raise DataError(f"has the label {found}: must be 0 to {number - 1}")
+    return found
+
+
+# Of what follows, and of what does not.
+_ENTAILMENT = ("entailment", "not_entailment")
 # Those with more fields first.
 _SETS: tuple[tuple[frozenset[str], Callable[[_Record], tuple[str, str]]], ...] = (
     (frozenset({"instruction", "output"}), _alpaca),
     (frozenset({"question", "choices", "answer"}), _openbookqa),
+    (frozenset({"question_stem", "choices", "answerKey"}), _openbookqa_by_key),
+    (frozenset({"question", "answerKey"}), _openbookqa_by_key),
     (frozenset({"question", "answer"}), _gsm8k),
     (frozenset({"premise", "hypothesis", "label"}), _rte),
+    (frozenset({"sentence1", "sentence2", "label"}), _rte_of_glue),
     (frozenset({"sentence", "label"}), _sst2),
 )

@@ -1,4 +1,4 @@
-"""Tables in files: CSV with a header row, or JSONL with an object on each line; plain or gzipped.
+"""Tables in files: CSV or TSV with a header row, or JSONL with an object on each line; plain or gzipped.
 
 Columns are found by any of the names that public data sets give them, whatever the case, spaces and underscores:
 `ContextTokens`, `context_tokens` and `Context tokens` are one.
@@ -33,7 +33,7 @@ def read_records(path: str | Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             elif first.lstrip().startswith("{"):
                 yield from _json_lines(path, file)
             else:
-                yield from _csv_rows(path, file)
+                yield from _csv_rows(path, file, has_tabs="\t" in first)
     except (OSError, UnicodeDecodeError, EOFError, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
 
@@ -85,8 +85,11 @@ def _open(path: str | Path) -> IO[str]:
     )
 
 
-def _csv_rows(path: str | Path, file: IO[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _csv_rows(path: str | Path, file: IO[str], *, has_tabs: bool) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """has_tabs: between the fields, which have no quotes then, but marks in the text."""
     reader = csv.DictReader(file, skipinitialspace=True)
+    if has_tabs:
+        reader = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
     for row in reader:
         if None in row:
             raise DataError(f"{path}, line {reader.line_num}: has more fields than the header row")

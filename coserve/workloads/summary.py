@@ -41,7 +41,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summarize(outcomes: Sequence[RequestOutcome], *, ttft_s: float, tpot_s: float) -> dict[str, Any]:
-    """As JSON: counts, percentiles in milliseconds (null without a value), and the share that held both SLOs."""
+    """As JSON: counts, percentiles in milliseconds (null without a value), the share that held both SLOs, and goodput:
+    how many of those ended per second.
+    """
     firsts = [outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None]
     means = [outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]
     gaps = [gap for outcome in outcomes for gap in outcome.gaps_s]
@@ -54,6 +56,7 @@ def summarize(outcomes: Sequence[RequestOutcome], *, ttft_s: float, tpot_s: floa
         "output_tokens": tokens,
         "output_tokens_per_s": round(tokens / lasted_s, 2) if lasted_s else None,
         "attainment": sum(attained) / len(attained) if attained else None,
+        "goodput_per_s": round(sum(attained) / lasted_s, 4) if lasted_s else None,
         **{
             f"{name}_ms": {"p50": _ms(percentile(values, 0.5)), "p99": _ms(percentile(values, 0.99))}
             for name, values in (("ttft", firsts), ("tpot", means), ("gap", gaps))

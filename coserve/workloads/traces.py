@@ -2,8 +2,9 @@
 
 Known are Azure's (`TIMESTAMP,ContextTokens,GeneratedTokens`, a date and time), BurstGPT's (`Timestamp,Model,Request
 tokens,Response tokens,…`, seconds; requests without an answer failed there, and are left out), the same with
-`arrival_s` or `timestamp_s`, lengths alone, as of ShareGPT (`prompt_tokens,output_tokens`), and requests by hour of the
-day (`hour_of_day,requests`).
+`arrival_s` or `timestamp_s`, those of Sarathi-Serve and Vidur (`arrived_at,num_prefill_tokens,num_decode_tokens`),
+lengths alone, as of ShareGPT (`prompt_tokens,output_tokens`, or as there), and requests by hour of the day
+(`hour_of_day,requests`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,9 @@ from coserve.errors import DataError
 from coserve.workloads.files import read_columns, read_records
 
 # What traces call the moment of arrival, the tokens of the prompt, and those of the answer.
-_TIMES = ("arrival_s", "timestamp_s", "timestamp")
-_PROMPTS = ("context_tokens", "request_tokens", "prompt_tokens")
-_OUTPUTS = ("generated_tokens", "response_tokens", "output_tokens")
+_TIMES = ("arrival_s", "timestamp_s", "timestamp", "arrived_at")
+_PROMPTS = ("context_tokens", "request_tokens", "prompt_tokens", "num_prefill_tokens")
+_OUTPUTS = ("generated_tokens", "response_tokens", "output_tokens", "num_decode_tokens")
 # Names the pieces of a longer recording that a file was put together from.
 _SLICE, _MOST_NAMED = "slice", 4
 _HOURS = 24

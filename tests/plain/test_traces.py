@@ -85,7 +85,7 @@ def test_slices_of_a_trace_are_no_trace(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b\n1,2\n", "no column arrival_s or timestamp_s or timestamp: it has a, b"),
+        ("a,b\n1,2\n", "no column arrival_s or timestamp_s or timestamp or arrived_at: it has a, b"),
         ("arrival_s,context_tokens,generated_tokens\n1,2,3\n1,x,3\n", "line 3: 1, x, 3 are no seconds"),
         ("arrival_s,context_tokens,generated_tokens\n1,2\n", "line 2: 1, 2,  are no seconds"),
         ("arrival_s,context_tokens,generated_tokens\n1,2,3,4\n", "line 2: has more fields than the header"),
@@ -124,6 +124,11 @@ def test_traces_are_read_as_they_are_published(tmp_path):
     lines = '{"timestamp_s": 3, "prompt_tokens": 1, "output_tokens": 2}\n\n'
     lines += '{"timestamp_s": 4.5, "prompt_tokens": 3, "output_tokens": 4}\n'
     assert read(lines) == [(0, 1, 2), (1.5, 3, 4)]
+    simulators = "arrived_at,num_prefill_tokens,num_decode_tokens\n0.5,74,918\n1.5,290,905\n"
+    assert read(simulators) == [(0, 74, 918), (1, 290, 905)], "Sarathi-Serve's and Vidur's"
+    path = tmp_path / "lengths.csv"
+    path.write_text("num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n74,918,992,0.08\n")
+    assert read_lengths(path) == [(74, 918)]
 
 
 def test_a_mean_rate_keeps_the_shape_of_bursts():
@@ -178,6 +183,8 @@ def test_summaries_count_what_held_and_what_failed():
     assert (summary["requests"], summary["failed"], summary["attainment"]) == (4, 1, 0.5)
     assert summary["ttft_ms"] == {"p50": 100, "p99": 300} and summary["gap_ms"] == {"p50": 20, "p99": 20}
     assert summary["output_tokens_per_s"] == 1.5
+    assert summary["goodput_per_s"] == 0.5, "two of them held both within four seconds"
+    assert summarize([], ttft_s=1, tpot_s=1)["goodput_per_s"] is None
     nothing = summarize([], ttft_s=1, tpot_s=1)
     assert nothing["attainment"] is None and nothing["tpot_ms"] == {"p50": None, "p99": None}
     assert percentile([3, 1, 2], 0.5) == 2

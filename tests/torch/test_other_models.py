@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from engines import (
+    FAST,
     assert_nothing_is_held,
     drain,
     examples_of,
@@ -208,6 +209,35 @@ def test_weights_that_are_not_there_are_not_waited_for_while_requests_run(monkey
     assert sum(result.weights_wait_s for batch, result in steps if batch.requests) < 0.1
     assert not any(result.packs for result in device.results)
     assert_is_pefts(engine, events + run_to_end(engine, job), tmp_path)
+
+
+def test_requests_have_the_whole_device_while_a_job_of_harlis_starves(monkeypatch, tmp_path):
+    """Weights that do not come leave nothing to run beside requests (HARLI section 6.2)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    may_copy, copy_part = Event(), WeightWindow._copy
+
+    def copy_later(window, *args):
+        may_copy.wait()
+        return copy_part(window, *args)
+
+    monkeypatch.setattr(WeightWindow, "_copy", copy_later)
+    hardware = replace(FAST, num_units=2, bytes_per_s=1e12)
+    engine = other_engine(num_pages=1750, policy="harli", hardware=hardware)
+    job = engine.submit(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine", model="big")
+    (prompt,) = prompts_of((9,))
+    asked = engine.add(prompt, greedy(20))
+    try:
+        events = drain(engine)
+        batches = [batch for batch in watched(engine).batches if batch.requests and batch.tasklets]
+        assert len(batches) > 10
+        assert 4 * sum(batch.partition is not None for batch in batches) < len(batches)
+    finally:
+        may_copy.set()
+        torch.set_num_threads(before)
+    assert tokens_by_request(events)[asked] == expected_tokens(prompt, 20)
+    events += run_to_end(engine, job)
+    assert engine.job(job).state == "succeeded"
 
 
 def test_it_is_told_within_which_time_weights_make_room_for_requests():

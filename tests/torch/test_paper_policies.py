@@ -13,12 +13,13 @@ from coserve.engine.core import EngineCore
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.history import StepView
+from coserve.scheduling.latency import ForwardLoad
 from coserve.scheduling.plan import JobView, Plan, PlannedRows, RequestView, View
 from coserve.scheduling.policies import make_policy
 from coserve.scheduling.policies.dynamic_temporal_sharing import Switching, interval_at
 from coserve.scheduling.policies.harli import predictor
 from coserve.scheduling.profile import Profile
-from coserve.scheduling.records import Key, LatencyRecords, Work
+from coserve.scheduling.records import Key, LatencyRecords, Work, forward_work, tasklet_work
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.simulate.roofline import roofline_profile
@@ -299,6 +300,23 @@ def test_tuning_is_suspended_while_long_prompts_are_prefilled():
         kinds = {planned.kind: planned.rows for planned in made.rows}
         assert kinds["prefill"] == rows, "the whole prompt at once"
         assert ("window" in kinds) == ("decode" in kinds) == tunes
+
+
+def test_the_linear_model_tells_communication_from_computation_and_memory_access():
+    alone, joined = DEVICE, DEVICE.joined(4)
+    load = ForwardLoad(rows=64)
+    job = JobView("j", "backward", 512, 512, 24, 0.0, _profile().job)
+    for hardware in (alone, joined):
+        latency = LatencyModel(roofline_profile(_backbone(), hardware))
+        sum_s = 2 * hardware.sum_s(64 * _backbone().architecture.hidden_size * 2)
+        num_blocks = len(_backbone().architecture.parts) - 1
+        forward, tasklet = forward_work(load, latency), tasklet_work(job, 64, latency)
+        assert forward.communication_s == pytest.approx(num_blocks * sum_s, abs=1e-12)
+        assert tasklet.communication_s == pytest.approx(sum_s, rel=0.1, abs=1e-12)
+        assert forward.fixed_s + forward.computation_s > 0 and (sum_s > 0) == (hardware is joined)
+    assert forward.fixed_s == pytest.approx(latency.profile.forward.at(1) - latency.profile.sums.at(1)), (
+        "what the sums take is in none of the others"
+    )
 
 
 def test_records_overrule_the_linear_model_which_learns_from_them():

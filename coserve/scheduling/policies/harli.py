@@ -2,8 +2,10 @@
 
 Before every decode step, and so after every arrival, the partition is chosen anew: the one whose predicted decode
 latency comes nearest to the tightest TPOT SLO without passing it. Where none keeps it, or a job has nothing ready, the
-whole device is the requests'. Jobs run in units of about 10 ms, of one layer each, so that they give way soon. Where
-a decode step is over before a job's smallest piece would be, the job has that once its part of the device was worth it.
+whole device is the requests'. So it is after a step in which weights of another model, which a job trains, had not come
+yet: there one unit of the job goes before the requests' rows, if the weights are there by then, and the device is
+divided again. Jobs run in units of about 10 ms, of one layer each, so that they give way soon. Where a decode step is
+over before a job's smallest piece would be, the job has that once its part of the device was worth it.
 
 The predictor has two stages. Equation 2 says what decoding takes on some units alone, with coefficients for each number
 of units, from three representative batches; equation 3 by what factor a job beside it stretches that. Small batches
@@ -15,12 +17,13 @@ says how windows run. A device that cannot be divided runs units after the reque
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import mul
 from statistics import mean
 from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
+from coserve.scheduling.history import History, StepView
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Partition, Plan, RequestView, View
 from coserve.scheduling.policies._sides import add_units, tune_beside
@@ -116,6 +119,17 @@ def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
     return slope, mean_y - slope * mean_x
 
 
+@dataclass
+class _Starving(History):
+    """jobs: of which the last step had tasklets, and none began: the weights that they need were not there."""
+
+    jobs: frozenset[str] = field(default_factory=frozenset)
+
+    def add(self, step: StepView) -> None:
+        planned = [part.job for part in step.plan.tasklets]
+        self.jobs = frozenset([job for job in planned if not step.num_tasklets.get(job)])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Harli(Policy):
     """See the module."""
@@ -124,7 +138,11 @@ class Harli(Policy):
 
     unit_ms: float = setting(10.0, "About how long a unit of a job takes, in milliseconds.", least=0.1)
 
+    def make_history(self) -> History:
+        return _Starving()
+
     def plan(self, view: View, latency: LatencyModel) -> Plan:
+        history: _Starving = view.history or _Starving()
         memory, build = serving_step(view, latency)
         job = next_job(view, memory)
         if job is None or any(request.num_rows > 1 for request in memory.requests):
@@ -133,6 +151,9 @@ class Harli(Policy):
         if build.num_rows and view.num_units > 1 and latency.profile.sharing is not None:
             partition = self.partition(memory.requests, until_s, latency)
             if partition is None:
+                return build.build()
+            if job.id in history.jobs:
+                add_units(build, job, latency, min(unit_s, until_s - build.seconds), unit_s=unit_s)
                 return build.build()
             return tune_beside(build, job, latency, partition, unit_s=unit_s, until_s=until_s)
         if build.seconds < until_s:
