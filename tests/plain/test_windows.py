@@ -38,7 +38,7 @@ PROFILE = Profile(
 def window_rows(policy: str, *seconds: float) -> list[int]:
     """Of the first step of a job of 1,024 rows; seconds: of a forward pass of 1, 128, 256, 512 and 1,024 rows."""
     forward = Curve(rows=(1, 128, 256, 512, 1024), seconds=seconds)
-    job = JobView("job", "forward", 1024, 1024, 4, 32.0, COUNTS)  # type: ignore[arg-type]
+    job = JobView("job", "forward", 1024, 1024, 4, 32.0, COUNTS)
     view = View(now_s=1.0, jobs=(job,), ttft_s=1e6, tpot_s=1e5)
     plan = make_policy(policy).plan(view, LatencyModel(replace(PROFILE, forward=forward)))
     return [rows.rows for rows in plan.rows if rows.kind == "window"]
