@@ -62,7 +62,12 @@ class Metrics:
         self._waiting = gauge("requests_waiting", "Sequences that wait for memory.")
         self._batch = gauge("batch_requests", "Sequences of batch work, by state: running, waiting.", ("state",))
         self._jobs = gauge("jobs", "Jobs that are not over.")
-        self._company = gauge("job_company", "Jobs whose last tasklets were one batch of rows with a job's.", ("job",))
+        self._company = gauge(
+            "job_company",
+            "Jobs whose last tasklets were one batch of rows with a job's: those of the same group, which has the name "
+            "of the first.",
+            ("job", "group"),
+        )
         self._pages = gauge("pages", "Pages of the pool, by owner.", ("owner",))
         self._preemptions = gauge("preemptions", "Requests whose pages were taken, since the engine started.")
         self._swapped = gauge(
@@ -205,7 +210,7 @@ class Metrics:
         self._company.clear()  # of jobs that have none now
         for group in stats.joined_jobs:
             for job in group:
-                self._company.labels(job).set(len(group) - 1)
+                self._company.labels(job, group[0]).set(len(group) - 1)
         self._pages.clear()  # of owners that have none now
         for owner, number in {**stats.num_pages_by_owner, "free": stats.num_pages_free}.items():
             self._pages.labels(owner).set(number)

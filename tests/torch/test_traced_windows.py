@@ -13,6 +13,7 @@ from coserve.kernels.low_rank import AdapterBatch, KeptRows, LowRank, LowRankAda
 from coserve.memory.activations import DeviceMemory
 from coserve.models import Backbone, forward
 from coserve.tuning import TrainingPass, make_pack, training_programs
+from coserve.tuning.joined import joined_tasklet, run_losses
 from coserve.tuning.training_pass import run_alone
 
 pytestmark = pytest.mark.skipif(not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels")
@@ -167,6 +168,44 @@ def test_windows_of_several_jobs(monkeypatch):
 
     backbone, exact = (backbone_of("llama", dtype, "dense", head_dim=32) for dtype in ("bfloat16", "float32"))
     check_against_block_by_block(run, backbone, exact, Calls(monkeypatch), monkeypatch)
+
+
+def test_one_jobs_nan_changes_no_bit_of_others_in_the_same_call(monkeypatch):
+    """Of its windows' company, jobs and requests; nor of jobs whose losses and tasklets are one batch with its own."""
+    backbone, calls = backbone_of("llama", "bfloat16", "dense", head_dim=32), Calls(monkeypatch)
+    size = min(54, most_rows(backbone) // 3)
+    calls.num_windows.clear()
+
+    def run(bad: int | None) -> list[list[torch.Tensor]]:
+        """Of the requests, then of each job: what it gives and keeps, and its gradients."""
+        served = make_adapter(backbone, seed=5, target_modules=["down_proj"]).bypasses()
+        passes = [make_pass(backbone, seed=2 + index, r=rank) for index, rank in enumerate((8, 3, 8))]
+        if bad is not None:
+            for master in passes[bad].adapter.masters.values():
+                master.fill_(float("nan"))
+            passes[bad].adapter.sync_compute_copy()
+        steps, rows = Steps(backbone), []
+        while not all(training.forward_done for training in passes):
+            rows.append(step(steps, passes, [size] * 3, bypasses=served))
+        found = [[each[:3] for each in rows]]
+        found += [[each[3:].tensor_split(3)[index] for each in rows] for index in range(3)]
+        for own, training in zip(found[1:], passes, strict=True):
+            own += kept(training).values()
+        while not all(training.loss_done for training in passes):
+            run_losses([(training, 30) for training in passes if not training.loss_done])
+        while not all(training.done for training in passes):
+            joined_tasklet([(training, 20) for training in passes]).run()
+        for own, training in zip(found[1:], passes, strict=True):
+            own += training.gradients.values()
+        return found
+
+    clean = run(None)
+    assert calls.num_windows and set(calls.num_windows) == {3}, "as one call"
+    for bad in range(3):
+        found = run(bad)
+        assert any(bool(x.isnan().any()) for x in found[1 + bad])
+        for index in {0, 1, 2, 3} - {1 + bad}:
+            assert all(torch.equal(one, other) for one, other in zip(found[index], clean[index], strict=True))
 
 
 @pytest.mark.parametrize("lora", [{"use_dora": True}, {"use_dora": True, "dropout": 0.3}])

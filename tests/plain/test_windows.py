@@ -1,0 +1,51 @@
+"""How many rows of a job a step takes forward: as many as cost least each, not as many as fit."""
+
+from dataclasses import replace
+
+import pytest
+
+from coserve.scheduling import JobView, LatencyModel, View, make_policy
+from coserve.scheduling.counts import JobCounts, ModelCounts
+from coserve.scheduling.profile import Curve, Profile
+
+COUNTS = JobCounts(
+    flops_per_row=1.0,
+    backward_flops_per_row=1.0,
+    backward_flops_per_pair=1.0,
+    num_parts=4,
+    num_bypasses=7,
+    num_parameters=100,
+)
+CHEAP = Curve(rows=(1, 4096), seconds=(1e-4, 1e-3))
+PROFILE = Profile(
+    model=ModelCounts(flops_per_row=1.0, flops_per_pair=1.0, head_flops_per_row=1.0, kv_bytes_per_key=1),
+    job=COUNTS,
+    forward=CHEAP,
+    head=CHEAP,
+    loss=CHEAP,
+    backward=CHEAP,
+    s_per_pair=0.0,
+    backward_s_per_pair=0.0,
+    s_per_key=0.0,
+    s_per_span=0.0,
+    s_per_bypass=0.0,
+    s_per_window_row=0.0,
+    s_per_parameter=0.0,
+    update_s=1e-4,
+)
+
+
+def window_rows(policy: str, *seconds: float) -> list[int]:
+    """Of the first step of a job of 1,024 rows; seconds: of a forward pass of 1, 128, 256, 512 and 1,024 rows."""
+    forward = Curve(rows=(1, 128, 256, 512, 1024), seconds=seconds)
+    job = JobView("job", "forward", 1024, 1024, 4, 32.0, COUNTS)
+    view = View(now_s=1.0, jobs=(job,), ttft_s=1e6, tpot_s=1e5)
+    plan = make_policy(policy).plan(view, LatencyModel(replace(PROFILE, forward=forward)))
+    return [rows.rows for rows in plan.rows if rows.kind == "window"]
+
+
+@pytest.mark.parametrize("policy", ["slack", "tuning-only"])
+def test_the_window_is_the_cheapest_per_row_not_the_largest(policy):
+    assert window_rows(policy, 0.1, 0.1, 0.2, 0.4, 0.7) == [1024], "the largest is cheapest"
+    assert window_rows(policy, 0.1, 0.1, 0.2, 0.3, 0.7) == [512], "two of them take less than one of twice the rows"
+    assert window_rows(policy, 0.1, 0.1, 0.25, 0.6, 1.5) == [128]
