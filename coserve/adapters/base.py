@@ -32,9 +32,6 @@ from coserve.models.bypasses import BoundBypass, Bypasses
 # What stands before a parameter's name in PEFT's files; their names.
 PEFT_PREFIX = "base_model.model."
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-# Beside the files of a model that full fine-tuning has made: what was trained. No file of PEFT's, which would make
-# transformers look for an adapter.
-FULL_FILE = "coserve_full.json"
 
 
 class AdapterConfig(ABC):

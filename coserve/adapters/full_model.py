@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
-from coserve.adapters.base import FULL_FILE, Adapter
+from coserve.adapters.base import Adapter
 from coserve.adapters.full_weights import FullWeights
 from coserve.adapters.peft_directory import Taking, adapter_config
 from coserve.errors import AdapterError
 from coserve.models.backbone import Backbone
+from coserve.models.files import FULL_FILE
 
 
 def serve_full_model(backbone: Backbone, directory: Path, taking: Taking) -> Adapter:

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from coserve.adapters.base import FULL_FILE, Adapter, AdapterConfig, AdapterLayout
+from coserve.adapters.base import Adapter, AdapterConfig, AdapterLayout
 from coserve.adapters.whole_files import replace_file
 from coserve.errors import AdapterError
 from coserve.graph.bypass import AttachedGraph
 from coserve.kernels.weights import Weight
 from coserve.models.backbone import Backbone
 from coserve.models.base import HEAD, Architecture, Part
+from coserve.models.files import FULL_FILE
 from coserve.models.restoring import read_weights
 from coserve.models.saving import save_model
 from coserve.models.source import find_model

@@ -14,7 +14,6 @@ import torch
 
 from coserve.adapters.base import (
     CONFIG_FILE,
-    FULL_FILE,
     PEFT_PREFIX,
     WEIGHTS_FILE,
     Adapter,
@@ -27,6 +26,7 @@ from coserve.adapters.tensor_files import TensorFile, open_tensors
 from coserve.adapters.whole_files import read_small_file
 from coserve.errors import AdapterError
 from coserve.models.backbone import Backbone
+from coserve.models.files import FULL_FILE
 from coserve.settings import shown
 
 _MOST_CONFIG_BYTES = 4 << 20

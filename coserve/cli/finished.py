@@ -22,7 +22,7 @@ class Finished:
     @property
     def is_model(self) -> bool:
         """Whether it is a model of its own, and not an adapter."""
-        from coserve.adapters.base import FULL_FILE
+        from coserve.models.files import FULL_FILE
 
         return (self.directory / FULL_FILE).is_file()
 

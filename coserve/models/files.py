@@ -11,6 +11,9 @@ from coserve.errors import ModelError, UnknownModelError, UnsupportedModelError,
 from coserve.models.families import require_family
 from coserve.models.quantised import quantisation_of
 
+# Beside the files of a model that full fine-tuning has made: what was trained. No file of PEFT's, which would make
+# transformers look for an adapter.
+FULL_FILE = "coserve_full.json"
 _INDEX = "model.safetensors.index.json"
 # What classes that generate text end with, the usual one first: `architectures` in config.json names the class that was
 # saved.

@@ -68,9 +68,9 @@ def _copy_model(source: Path, directory: Path) -> None:
     """What full fine-tuning has made, without what a job needs to resume."""
     import shutil
 
-    from coserve.adapters.base import FULL_FILE
     from coserve.devices.job_messages import OPTIMIZER_FILE
     from coserve.engine.checkpoint import POSITION_FILE
+    from coserve.models.files import FULL_FILE
 
     resumed = shutil.ignore_patterns(FULL_FILE, OPTIMIZER_FILE, POSITION_FILE)
     shutil.copytree(source, directory, ignore=resumed, dirs_exist_ok=True)
