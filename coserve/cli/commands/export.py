@@ -96,8 +96,8 @@ def _base_of(config: Path) -> str | None:
     from coserve.errors import AdapterError
 
     try:
-        fields = json.loads(config.read_text())
-        return fields.get("base_model_name_or_path")
+        base: str | None = json.loads(config.read_text()).get("base_model_name_or_path")
+        return base
     except OSError as error:
         raise AdapterError(f"{config} cannot be read: {error.strerror or error}") from None
     except (ValueError, AttributeError, RecursionError):
