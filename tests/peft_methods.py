@@ -190,7 +190,7 @@ CASES: dict[str, Case] = {
     "prompt-tuning": Case(
         peft=lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
         job={"type": "prompt_tuning", "num_virtual_tokens": 3},
-        families=("qwen2", "gptj", "opt", MIXTURE),
+        families=("qwen2", "gptj", "opt", "gemma2", "granite", MIXTURE),
     ),
     "prefix-tuning": Case(
         peft=lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
@@ -200,6 +200,7 @@ CASES: dict[str, Case] = {
         peft=lambda: peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, task_type="CAUSAL_LM"),
         job={"type": "p_tuning", "num_virtual_tokens": 3, "encoder_hidden_size": 8},
         is_encoded=True,
+        families=("qwen2", "gptj", "gemma2", "granite", MIXTURE),
     ),
     "prefix-projection": Case(
         peft=lambda: peft.PrefixTuningConfig(

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from coserve.adapters.base import Adapter
 from coserve.adapters.peft_directory import load_adapter
+from coserve.errors import ModelError
 from coserve.models.backbone import build_backbone, find_device
-from coserve.models.saving import save_model
+from coserve.models.saving import no_files, save_model
 from coserve.models.source import find_model
 
 
@@ -31,9 +32,12 @@ def export_merged(model: str, adapter_directory: Path, directory: Path) -> None:
     """Write a model with an adapter merged into it, in Hugging Face's layout.
 
     Raises:
-        AdapterError: the adapter is not of this model, or its method cannot be merged. ModelError: as `save_model`.
+        AdapterError: the adapter is not of this model, or its method cannot be merged. ModelError, OSError: as
+            `save_model`.
     """
     source = find_model(model)
+    if source.directory is None:
+        raise ModelError(no_files(source))  # before its weights are made, which may take all memory
     backbone = build_backbone(source, dtype="float32", device=find_device("cpu"))
     changed = merged_weights(load_adapter(backbone, adapter_directory))
     save_model(backbone.architecture, source, directory, changed)

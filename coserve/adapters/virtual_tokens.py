@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from coserve.adapters.base import Adapter, AdapterLayout
+from coserve.adapters.places import Place, Site
 from coserve.adapters.reparametrization import Reparametrization
 from coserve.adapters.settings import NamedConfig
 from coserve.graph.ir import GraphBuilder
-from coserve.models.base import Architecture
+from coserve.models.backbone import Backbone
+from coserve.models.base import Architecture, Part
 from coserve.settings import check_whole
 
 # More would leave nothing of most models' positions.
@@ -53,6 +55,17 @@ class VirtualTokensConfig(NamedConfig):
 
     def from_peft_tensors(self, tensors: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
         return split_table(tensors[_FILE], layout)
+
+
+def embedded_site(architecture: Architecture) -> dict[str, tuple[Part, str]]:
+    """Where embeddings of virtual tokens come in: as PEFT gives them to a model, in place of those of tokens."""
+    return {architecture.embedded: ("embed", architecture.embedded)}
+
+
+def embedding_site(backbone: Backbone) -> Site:
+    """The table of the embeddings of tokens."""
+    name = backbone.architecture.embedding_name
+    return Site(place=Place.of(backbone.architecture, name, "embed", name), backbone=backbone)
 
 
 def split_table(table: Tensor, layout: AdapterLayout) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ happens whenever Python collects them; and grammars that are compiled ahead. Pag
 written down as they came.
 """
 
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,12 +83,12 @@ class FrameWriter:
 def read_frames(path: str | Path) -> Iterator[bytes]:
     """The frames of a file, up to the first that is not there as a whole: its process may have been killed."""
     with Path(path).open("rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
         while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
             (length,) = _LENGTH.unpack(head)
-            frame = file.read(length)
-            if len(frame) < length:
+            if length > num_bytes - file.tell():  # of a file of another kind it may be any number
                 return
-            yield frame
+            yield file.read(length)
 
 
 class RecordingDevice:

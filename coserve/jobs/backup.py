@@ -83,7 +83,9 @@ def write_backup(home: Path, store: Store, file: Path) -> Backup:
             finally:
                 part.unlink(missing_ok=True)
     except OSError as error:
-        raise CoserveError(f"the backup cannot be written: {error.strerror or error} ({error.filename})") from None
+        raise CoserveError(
+            f"the backup cannot be written: {error.strerror or error} ({error.filename or file})"
+        ) from None
     return Backup(file=str(file), num_bytes=file.stat().st_size, missing=tuple(missing), **counts)
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from coserve.adapters.file_names import CONFIG_FILE, WEIGHTS_FILE
+from coserve.adapters.file_names import CONFIG_FILE, FULL_FILE, WEIGHTS_FILE
 from coserve.devices.job_messages import OPTIMIZER_FILE
 from coserve.engine.checkpoint import POSITION_FILE
-from coserve.errors import StoreError
+from coserve.errors import ModelError, StoreError
 from coserve.home import closed_mode
 from coserve.jobs.backup import STAGE
 from coserve.jobs.folders import Folders
@@ -24,8 +24,10 @@ from coserve.jobs.records import AdapterRecord, CheckpointRecord, FileRecord, Jo
 from coserve.jobs.shared_files import entries
 from coserve.jobs.states import TRANSITIONS
 from coserve.jobs.store import Store
+from coserve.models.files import weight_files
 
 LOST_AND_FOUND = "lost+found"
+_MODEL_CONFIG = "config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +206,11 @@ def _fault_of(directory: Path, *, is_needed_whole: bool) -> str | None:
         return "is not there"
     from safetensors import SafetensorError, safe_open
 
-    needed = (
-        (CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE, POSITION_FILE) if is_needed_whole else (CONFIG_FILE, WEIGHTS_FILE)
-    )
-    for name in needed:
+    try:
+        needed = _files_of_model(directory) if (directory / FULL_FILE).is_file() else [CONFIG_FILE, WEIGHTS_FILE]
+    except ModelError as error:
+        return str(error)
+    for name in needed + ([OPTIMIZER_FILE, POSITION_FILE] if is_needed_whole else []):
         if not (directory / name).is_file():
             return f"has no {name}"
         try:
@@ -219,6 +222,11 @@ def _fault_of(directory: Path, *, is_needed_whole: bool) -> str | None:
         except (SafetensorError, OSError, ValueError) as error:
             return f"{name} cannot be read: {error}"
     return None
+
+
+def _files_of_model(directory: Path) -> list[str]:
+    """Of what full fine-tuning has made; ModelError if not all of its weights are there."""
+    return [_MODEL_CONFIG, *(path.name for path in weight_files(directory))]
 
 
 def _adapters(home: _Home) -> Iterator[Finding]:

@@ -53,7 +53,8 @@ def restore_backup(file: Path, home: Path, url: str | None = None) -> Restored:
         finally:
             store.close()
     except (OSError, tarfile.TarError, EOFError) as error:
-        raise CoserveError(f"{file} cannot be restored: {error}") from None
+        reason = "it is no tar archive" if isinstance(error, tarfile.ReadError) and "\n" in str(error) else error
+        raise CoserveError(f"{file} cannot be restored: {reason}") from None
     finally:
         shutil.rmtree(stage, ignore_errors=True)
     return Restored(home=str(home), num_files=num_files, num_jobs=num_jobs, missing=tuple(manifest["missing"]))

@@ -162,6 +162,11 @@ class Architecture(ABC):
         return shapes
 
     @property
+    def embedded(self) -> str:
+        """The node of "embed" that gives what transformers takes as `inputs_embeds`."""
+        return self.embedding_name
+
+    @property
     def bare_prefix(self) -> str:
         """What stands before the names of a whole model's tensors, but not of a model's that was saved without its
         head.

@@ -1,6 +1,8 @@
 """Writes a model in Hugging Face's layout: a copy of the one that it came from, with some weights changed."""
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +19,8 @@ from coserve.models.weights import name_in_model, quantisation_of_model, stored_
 # Beside the weights: configuration, tokenizer, chat template.
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _INDEX = "model.safetensors.index.json"
+# How safetensors says why a file cannot be written.
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def save_model(
@@ -35,10 +39,10 @@ def save_model(
             where one of both is changed, unless it keeps_tie.
 
     Raises:
-        ModelError: the model has no files, or a weight has no place in them.
+        ModelError: the model has no files, or a weight has no place in them. OSError: they cannot be written.
     """
     if source.directory is None:
-        raise ModelError(f"{source.name} has no files of weights, so none can be written from it")
+        raise ModelError(no_files(source))
     if (quantisation := quantisation_of_model(architecture)) is not None:
         raise ModelError(
             f"{source.name} is quantised ({quantisation.words}), and changed weights have no place in its files; "
@@ -62,6 +66,11 @@ def save_model(
     if unties:
         _edit(directory / "config.json", {"tie_word_embeddings": False})
         _add_to_index(directory / _INDEX, table, head)
+
+
+def no_files(source: ModelSource) -> str:
+    """What is wrong with a model that was not read from files."""
+    return f"{source.name} has no files of weights, so none can be written from it"
 
 
 def _as_stored(architecture: Architecture, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -88,7 +97,7 @@ def _write_file(
     """A file with its changed tensors; those that are written. tied: the names of the table and of the head, which is
     to stand beside it.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
     with safe_open(path, framework="pt") as reader:
@@ -107,7 +116,12 @@ def _write_file(
             for each in parts.keys() & changed.keys():
                 parts[each].copy_(changed[each])
             written |= parts.keys() & changed.keys()
-    save_file(tensors, target, metadata={"format": "pt"})
+    try:
+        save_file(tensors, target, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if (number := _OS_ERROR.search(str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(target)) from error
     return written
 
 

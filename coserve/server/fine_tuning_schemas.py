@@ -76,7 +76,7 @@ class CreateJobBody(Body):
     model: Name
     training_file: Name
     validation_file: Name | None = None
-    suffix: Annotated[str | None, AfterValidator(_hyphenated)] = None
+    suffix: Annotated[str, AfterValidator(_hyphenated)] | None = None
     seed: Annotated[int, Field(ge=0, le=MOST_SEED)] | None = None
     metadata: Texts | None = None
     method: Method | None = None

@@ -215,8 +215,9 @@ def test_archives_that_are_refused(tmp_path):
     refused(f"files/{file.id} is not what was saved")
     (tmp_path / "bad.tar").write_bytes(content[: len(content) // 2])
     refused("cannot be restored|cut short")
-    (tmp_path / "bad.tar").write_bytes(b"no archive")
-    refused("cannot be restored")
+    for nothing in (b"no archive", b""):
+        (tmp_path / "bad.tar").write_bytes(nothing)
+        refused("cannot be restored: it is no tar archive$")
     for name in ("../outside", "/tmp/outside", "files/more"):
         rewritten(partial(dict.update, **{name: b"x"}))
         refused("does not hold what its manifest.json says")

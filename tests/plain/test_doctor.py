@@ -89,6 +89,26 @@ def test_checkpoints(home):
     }
 
 
+def test_models_that_full_fine_tuning_has_made(home):
+    """No adapters, but models in Hugging Face's layout."""
+    job = home.job()
+    directories = [home.checkpoint(job, step) for step in (1, 2, 3, 4)]
+    for directory in directories:
+        (directory / "adapter_model.safetensors").rename(directory / "model.safetensors")
+        (directory / "adapter_config.json").rename(directory / "config.json")
+        (directory / "coserve_full.json").write_text("{}")
+    assert problems(home) == {}
+    weights = directories[0] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    (directories[1] / "model.safetensors").unlink()
+    (directories[2] / "config.json").unlink()
+    (directories[3] / "job.json").unlink()
+    words = ("model.safetensors cannot be read", "has no model.safetensors", "has no config.json", "has no job.json")
+    for step, (about, problem) in enumerate(problems(home).items(), 1):
+        assert about == f"{job.name}:ckpt-step-{step} of {TENANT}"
+        assert words[step - 1] in problem
+
+
 def test_jobs_and_adapters(home):
     lost, over, early = home.job(), home.job(status="failed", finished_at=None), home.job(num_steps=0)
     (home.folder(lost) / "examples.msgpack").unlink()

@@ -311,6 +311,19 @@ def test_jobs_that_are_refused(body, param, served, client):
     assert client.files.delete(file).deleted
 
 
+def test_what_is_null_is_as_if_it_were_not_said(served, client):
+    """Clients that write all fields of OpenAI's API write those that have no value as null."""
+    null = dict.fromkeys(("suffix", "seed", "validation_file", "hyperparameters", "method", "metadata", "integrations"))
+    answer = served.post(
+        "/v1/fine_tuning/jobs",
+        content=json.dumps({"model": "small", "training_file": upload(client).id, **null}),
+        headers={"Authorization": "Bearer key-1", "Content-Type": "application/json"},
+    )
+    assert answer.status_code == 200, answer.text
+    job = answer.json()["id"]
+    served.wait_until(lambda: client.fine_tuning.jobs.retrieve(job).status == "succeeded", limit_s=60)
+
+
 def test_what_is_not_there(client):
     jobs = client.fine_tuning.jobs
     for call in (jobs.retrieve, jobs.cancel, jobs.pause, jobs.resume, jobs.list_events, jobs.checkpoints.list):

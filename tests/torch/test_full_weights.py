@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from engines import drain, examples_of, greedy, make_engine, prompts_of, tokens_by_request
+from small_disk import small_disk
 from support import (
     make_adapter,
     make_model,
@@ -23,6 +24,7 @@ from coserve.adapters.methods.full import FullConfig
 from coserve.devices.job_messages import ReadContributions
 from coserve.engine.request import Chunk
 from coserve.errors import AdapterError, AdapterTooLargeError
+from coserve.home import is_disk_full
 from coserve.models import CachedSequence, forward, load_backbone, logits
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.config import OptimizerConfig, TuningConfig
@@ -232,3 +234,10 @@ def test_an_objective_over_sequences_does_not_train_the_output_layer(monkeypatch
         make_engine(name).submit_examples(
             pairs, replace(config, objective="dpo"), adapter=FullConfig(layers_to_transform=(1,))
         )
+
+
+def test_a_full_disk_is_told_as_one(tmp_path):
+    """So that a checkpoint waits for room: safetensors' own error does not say which it is."""
+    with small_disk(tmp_path / "disk", size="16k") as disk, pytest.raises(OSError, match="No space left") as caught:
+        FullConfig().create(fresh(), seed=0).save(disk.path / "checkpoint")
+    assert is_disk_full(caught.value)

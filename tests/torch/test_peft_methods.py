@@ -27,6 +27,7 @@ from coserve.adapters.merge import export_merged
 from coserve.adapters.methods import method
 from coserve.adapters.methods.diff_pruning import DiffPruningConfig
 from coserve.adapters.methods.ia3 import Ia3Config
+from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.adapters.peft_directory import adapter_config
 from coserve.engine.job import JobEvent
 from coserve.errors import AdapterError
@@ -89,6 +90,15 @@ def test_ten_steps_give_pefts_adapter(case):
     train_peft(theirs, batches, config)
     assert (ours.logits(TOKENS) - before).abs().max() > 0.05, "it has learned something"
     torch.testing.assert_close(ours.logits(TOKENS), peft_logits(theirs, TOKENS), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "granite"])
+def test_virtual_tokens_begin_as_the_embeddings_of_tokens(family):
+    config = PromptTuningConfig(num_virtual_tokens=3, prompt_tuning_init="SAMPLE_VOCAB")
+    (found,) = config.create(make_backbone(family), seed=0).masters.values()
+    embeddings = make_model(family).get_input_embeddings()
+    every = embeddings(torch.arange(embeddings.num_embeddings))
+    assert (torch.cdist(found, every).min(1).values < 1e-5).all()
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-biases-tied"])

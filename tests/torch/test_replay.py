@@ -223,6 +223,9 @@ def test_what_is_no_recording_or_of_another_device_is_refused(recording, tmp_pat
     (tmp_path / "text").write_text("hello")
     with pytest.raises(DataError, match="is no recording"):
         read_recording(tmp_path / "text")
+    (tmp_path / "other").write_bytes(b"\xff" * 100)  # as a length, more than any memory
+    with pytest.raises(DataError, match="is no recording"):
+        read_recording(tmp_path / "other")
     header, lines = read_recording(recording)
     backbone = make_backbone()
     small = torch_device(

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from coserve.adapters.base import Adapter
 from coserve.adapters.places import Place, Site
 from coserve.adapters.reparametrization import Reparametrization
-from coserve.adapters.virtual_tokens import EncodedTable, PromptEncoder, VirtualTokensConfig, looked_up, seeded
+from coserve.adapters.virtual_tokens import (
+    EncodedTable,
+    PromptEncoder,
+    VirtualTokensConfig,
+    embedded_site,
+    looked_up,
+    seeded,
+)
 from coserve.graph.bypass import Bypass
 from coserve.graph.ir import GraphBuilder
 from coserve.models.base import Architecture, Part
@@ -54,7 +61,7 @@ class PTuningConfig(VirtualTokensConfig):
         check_whole("encoder_num_layers", self.encoder_num_layers, 1, _MOST_LAYERS)
 
     def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
-        return {architecture.embedding_name: ("embed", architecture.embedding_name)}
+        return embedded_site(architecture)
 
     def bypass(self, place: Place, *, training: bool) -> Bypass:
         b = GraphBuilder()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.places import Place, Site
-from coserve.adapters.virtual_tokens import VirtualTokensConfig, looked_up
+from coserve.adapters.virtual_tokens import VirtualTokensConfig, embedded_site, embedding_site, looked_up
 from coserve.graph.bypass import Bypass
 from coserve.graph.ir import GraphBuilder
 from coserve.models.base import Architecture, Part
@@ -48,7 +48,7 @@ class PromptTuningConfig(VirtualTokensConfig):
         return []
 
     def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
-        return {architecture.embedding_name: ("embed", architecture.embedding_name)}
+        return embedded_site(architecture)
 
     def bypass(self, place: Place, *, training: bool) -> Bypass:
         b = GraphBuilder()
@@ -57,6 +57,8 @@ class PromptTuningConfig(VirtualTokensConfig):
     def initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
         if self.prompt_tuning_init == "RANDOM":
             return torch.zeros(shape).normal_(generator=generator)
-        table = site.weight.dense()
+        embedding = embedding_site(site.backbone)
+        table = embedding.weight.dense()
         entries = torch.randint(0, table.shape[0], shape[:1], generator=generator)
-        return table[entries.to(table.device)].float().cpu()
+        rows = table[entries.to(table.device)].float().cpu()
+        return rows if site.place.node == embedding.place.node else rows * site.place.node.attribute["factor"]

@@ -1,6 +1,9 @@
 """`coserve export`: what a job has made, as files: an adapter by itself or merged into its model, or a whole model."""
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -32,45 +35,81 @@ def export(
     What full fine-tuning has made is a whole model in any case: `coserve up DIR` serves it. The server may run
     meanwhile. Merging needs memory for the model's weights in float32.
     """
-    import shutil
-
     from coserve.errors import AdapterError
 
     found, base, is_model = _find(name, home, database)
-    if directory.exists() and any(directory.iterdir()):
-        raise AdapterError(f"{directory} is not empty; name a directory that is, or that is not there")
-    if is_model:
-        _copy_model(found, directory)
-    elif merge:
-        from coserve.adapters.merge import export_merged
+    with _written_whole(directory) as part:
+        if is_model:
+            _copy_model(found, part)
+        elif merge:
+            from coserve.adapters.merge import export_merged
 
-        if (named := model or base) is None:
-            raise AdapterError("--merge needs the base model: say --model MODEL")
-        export_merged(named, found, directory)
-    else:
-        directory.mkdir(parents=True, exist_ok=True)
-        for file in (CONFIG_FILE, WEIGHTS_FILE):
-            shutil.copy(found / file, directory)
+            if (named := model or base) is None:
+                raise AdapterError("--merge needs the base model: say --model MODEL")
+            export_merged(named, found, part)
+        else:
+            for file in (CONFIG_FILE, WEIGHTS_FILE):
+                shutil.copy(found / file, part)
     print(
         json.dumps({"directory": str(directory), "merged": merge or is_model}) if as_json else f"{directory}: written"
     )
+
+
+@contextmanager
+def _written_whole(directory: Path) -> Iterator[Path]:
+    """A directory to write to, whose files are moved to this one at the end; of what goes wrong nothing is left.
+
+    AdapterError if it is not empty, or cannot be written.
+    """
+    from coserve.errors import AdapterError
+
+    part, is_new = directory / ".part-export", not directory.exists()
+    try:
+        if not is_new and any(directory.iterdir()):
+            raise AdapterError(f"{directory} is not empty; name a directory that is, or that is not there")
+        part.mkdir(parents=True)
+        yield part
+        for path in part.iterdir():
+            path.rename(directory / path.name)
+        part.rmdir()
+    except OSError as error:
+        raise AdapterError(
+            f"it cannot be written to {directory}: {error.strerror or error} ({error.filename})"
+        ) from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        if is_new:
+            with suppress(OSError):  # it is there if something is in it
+                directory.rmdir()
 
 
 def _find(name: str, home: str | None, database: str | None) -> tuple[Path, str | None, bool]:
     """The directory, the model that it is of, if that is known, and whether it is a model by itself."""
     path = Path(name)
     if (path / CONFIG_FILE).is_file():
-        return path, json.loads((path / CONFIG_FILE).read_text()).get("base_model_name_or_path"), False
+        return path, _base_of(path / CONFIG_FILE), False
     found = find_finished(name, home, database)
     return found.directory, found.base, found.is_model
 
 
+def _base_of(config: Path) -> str | None:
+    """The model that PEFT's configuration names, if it names one."""
+    from coserve.errors import AdapterError
+
+    try:
+        base: str | None = json.loads(config.read_text()).get("base_model_name_or_path")
+        return base
+    except OSError as error:
+        raise AdapterError(f"{config} cannot be read: {error.strerror or error}") from None
+    except (ValueError, AttributeError, RecursionError):
+        raise AdapterError(f"{config} is no configuration of PEFT's: it must hold a JSON object") from None
+
+
 def _copy_model(source: Path, directory: Path) -> None:
     """What full fine-tuning has made, without what a job needs to resume."""
-    import shutil
-
     from coserve.devices.job_messages import OPTIMIZER_FILE
     from coserve.engine.checkpoint import POSITION_FILE
 
-    resumed = shutil.ignore_patterns(FULL_FILE, OPTIMIZER_FILE, POSITION_FILE)
-    shutil.copytree(source, directory, ignore=resumed, dirs_exist_ok=True)
+    for path in source.iterdir():
+        if path.name not in (FULL_FILE, OPTIMIZER_FILE, POSITION_FILE):
+            shutil.copy(path, directory)

@@ -28,6 +28,11 @@ class Gemma2(RotaryDecoder):
         self.qkv_bias = self.output_bias = bool(config.attention_bias)
         self.embedding_factor = sqrt(self.hidden_size)
 
+    @property
+    def embedded(self) -> str:
+        """The module of the embeddings scales them itself (elsewhere, as in Granite, the model scales what it gets)."""
+        return self.graphs["embed"].nodes[-1].name
+
     def sliding_window(self, layer: int) -> int | None:
         return self.window_by_type(layer)
 

@@ -1,0 +1,68 @@
+"""`coserve export` of a directory: written whole, or nothing is left and one line says why."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from small_disk import small_disk
+from typer.testing import CliRunner
+
+from coserve.cli.main import app
+from coserve.errors import CoserveError
+
+FILES = ["adapter_config.json", "adapter_model.safetensors"]
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / FILES[0]).write_text(json.dumps({"base_model_name_or_path": "dummy:llama-3.1-8b"}))
+    save_file({"x": np.zeros(10_000, dtype=np.float32)}, tmp_path / "adapter" / FILES[1])
+    return tmp_path / "adapter"
+
+
+def export(*arguments):
+    result = CliRunner().invoke(app, ["export", *map(str, arguments)])
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+def test_it_is_written_to_new_and_to_empty_directories(adapter, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "new/in/new"):
+        assert json.loads(export(adapter, tmp_path / name, "--json"))["directory"] == str(tmp_path / name)
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == FILES
+    with pytest.raises(CoserveError, match="is not empty"):
+        export(adapter, tmp_path / "empty")
+
+
+def test_on_a_full_disk_nothing_is_left(adapter, tmp_path):
+    with small_disk(tmp_path / "disk", size="16k") as disk:
+        for directory in (disk.path, disk.path / "new"):
+            with pytest.raises(CoserveError, match="No space left"):
+                export(adapter, directory)
+            assert list(disk.path.iterdir()) == []
+
+
+def test_where_nothing_can_be_written(adapter, tmp_path):
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "file", tmp_path / "file" / "new"):
+        with pytest.raises(CoserveError, match=f"it cannot be written to {directory}: Not a directory"):
+            export(adapter, directory)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
+def test_a_configuration_that_is_none(content, adapter, tmp_path):
+    (adapter / FILES[0]).write_bytes(content)
+    with pytest.raises(CoserveError, match="is no configuration of PEFT's: it must hold a JSON object"):
+        export(adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_random_weights_are_not_made_to_be_refused(adapter, tmp_path):
+    """Those of this model take 32 GB."""
+    with pytest.raises(CoserveError, match="has no files of weights"):
+        export(adapter, tmp_path / "out", "--merge")
+    assert not (tmp_path / "out").exists()
