@@ -85,7 +85,7 @@ def test_offsets_are_places_in_the_text(client: OpenAI):
             seed=seed,
             logprobs=0,
             echo=True,
-            extra_body={"ignore_eos": True, "logit_bias": {str(tokenizer().eos_token_id): 5}},
+            extra_body={"ignore_eos": True, "logit_bias": {str(tokenizer().eos_token_id): 7}},
         ).choices
         found = choice.logprobs
         num_prompt = len(tokens_of("<|user|>héllo 😀!"))
