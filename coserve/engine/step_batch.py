@@ -218,13 +218,13 @@ def _observe_sides(
     num_rows = sum([rows.rows for rows in plan.rows])
     if result.forward_s > 0:
         reached = plan.forward_s / result.forward_s
-        latency.sharing.observe(partition, "forward", num_rows, predicted=plan.forward_speed, measured=reached)
+        latency.sharing.observe(partition, "forward", num_rows, measured=reached)
     # A tasklet that is under way when the forward pass ends ends on the whole device.
     whole_s = max(0.0, result.beside_s - result.forward_s) if result.num_beside else 0.0
     if result.beside_s > whole_s:
         reached = (beside_s - whole_s) / (result.beside_s - whole_s)
         for rows in joined:
-            latency.sharing.observe(partition, "backward", rows, predicted=plan.backward_speed, measured=reached)
+            latency.sharing.observe(partition, "backward", rows, measured=reached)
 
 
 def _joined_rows(plan: Plan, models: Mapping[str, str]) -> list[tuple[str, int]]:

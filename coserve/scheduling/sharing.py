@@ -119,11 +119,14 @@ class SharingModel:
                 found, least = (partition, *speeds), lost_s
         return found
 
-    def observe(self, partition: Partition, side: Side, rows: int, *, predicted: float, measured: float) -> None:
-        """A side reached this speed where that one was predicted."""
-        if predicted <= 0 or measured <= 0:
+    def observe(self, partition: Partition, side: Side, rows: int, *, measured: float) -> None:
+        """A side reached this speed, with these rows: plans may have asked for others, so what they predicted says
+        nothing of the correction for these.
+        """
+        if measured <= 0:
             return
-        right = self._correction(partition, side, rows) * bounded(measured / predicted)
+        believed = self._correction(partition, side, rows)
+        right = believed * bounded(measured / (believed * self._measured_speed(partition, side, rows)))
         self._factors.move(_key(partition, side, rows), right, believed=self._factors.of(side, 1.0))
         self._factors.move(side, right)
 

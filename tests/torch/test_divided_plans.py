@@ -118,7 +118,7 @@ def test_what_steps_were_slower_at_is_not_chosen_again():
     made = plan(view(decoding(), job()), latency)
     assert made.partition is not None
     for _ in range(30):
-        latency.sharing.observe(made.partition, "backward", 512, predicted=0.56, measured=0.3)
+        latency.sharing.observe(made.partition, "backward", 512, measured=0.3)
     assert plan(view(decoding(), job()), latency).partition is None
 
 
