@@ -87,9 +87,10 @@ def _open(path: str | Path) -> IO[str]:
 
 def _csv_rows(path: str | Path, file: IO[str], *, has_tabs: bool) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """has_tabs: between the fields, which have no quotes then, but marks in the text."""
-    reader = csv.DictReader(file, skipinitialspace=True)
     if has_tabs:
         reader = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+    else:
+        reader = csv.DictReader(file, skipinitialspace=True)
     for row in reader:
         if None in row:
             raise DataError(f"{path}, line {reader.line_num}: has more fields than the header row")

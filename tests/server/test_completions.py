@@ -76,7 +76,7 @@ def test_echo_scores_the_prompt_as_transformers_does(client: OpenAI):
 
 def test_offsets_are_places_in_the_text(client: OpenAI):
     """Where tokens are parts of characters, or show nothing, too."""
-    for seed in range(4):
+    for seed in range(2, 6):
         [choice] = client.completions.create(
             model="small",
             prompt="<|user|>héllo 😀!",
@@ -85,7 +85,7 @@ def test_offsets_are_places_in_the_text(client: OpenAI):
             seed=seed,
             logprobs=0,
             echo=True,
-            extra_body={"ignore_eos": True, "logit_bias": {str(tokenizer().eos_token_id): 7}},
+            extra_body={"ignore_eos": True, "logit_bias": {str(tokenizer().eos_token_id): 5}},
         ).choices
         found = choice.logprobs
         num_prompt = len(tokens_of("<|user|>héllo 😀!"))
