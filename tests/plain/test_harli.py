@@ -1,11 +1,12 @@
 """HARLI's scheduler where a job has nothing ready, as weights of another model are on their way (section 6.2)."""
 
-from coserve.scheduling.counts import JobCounts, ModelCounts
+from profiles import flat, free_but_for
+
+from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.history import History, StepView
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import JobView, Partition, Plan, RequestView, View
 from coserve.scheduling.policies import make_policy
-from coserve.scheduling.profile import Curve, Profile
 from coserve.scheduling.sharing import Share, Sharing
 
 DECODE_S, TASKLET_S, SLO_S, PARTS = 0.1, 0.008, 0.15, 24
@@ -20,27 +21,12 @@ COUNTS = JobCounts(
 )
 
 
-def flat(seconds: float) -> Curve:
-    return Curve(rows=(1, 4096), seconds=(seconds, seconds))
-
-
 # Steps that take the same whatever their rows, on a device that can be halved.
 LATENCY = LatencyModel(
-    Profile(
-        model=ModelCounts(flops_per_row=1.0, flops_per_pair=1.0, head_flops_per_row=1.0, kv_bytes_per_key=1),
-        job=COUNTS,
+    free_but_for(
+        COUNTS,
         forward=flat(DECODE_S),
-        head=flat(0.0),
-        loss=flat(0.0),
         backward=flat(TASKLET_S),
-        s_per_pair=0.0,
-        backward_s_per_pair=0.0,
-        s_per_key=0.0,
-        s_per_span=0.0,
-        s_per_bypass=0.0,
-        s_per_window_row=0.0,
-        s_per_parameter=0.0,
-        update_s=0.0,
         sharing=Sharing(num_units=2, shares=(Share(units=1, rows=(1,), forward=(0.7,), backward=(0.7,)),)),
     )
 )

@@ -3,14 +3,14 @@
 from math import ceil
 
 import pytest
+from profiles import flat, free_but_for
 
-from coserve.scheduling.counts import JobCounts, ModelCounts
+from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.history import History, StepView
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import JobView, Partition, Plan, RequestView, View
 from coserve.scheduling.policies import make_policy
 from coserve.scheduling.policies.llmstation import most_beside
-from coserve.scheduling.profile import Curve, Profile
 from coserve.scheduling.sharing import Share, Sharing
 
 DECODE_S, TASKLET_S, PARTS = 0.1, 0.02, 24
@@ -29,27 +29,12 @@ POLICY = make_policy("llmstation", {"decode_share": 1.0})
 
 def latency(*units: int, tasklet_s: float = TASKLET_S) -> LatencyModel:
     """Steps that take the same whatever their rows, on a device that was measured in these parts."""
-
-    def flat(seconds: float) -> Curve:
-        return Curve(rows=(1, 4096), seconds=(seconds, seconds))
-
     shares = [Share(units=n, rows=(1,), forward=(SPEEDS[n],), backward=(SPEEDS[n],)) for n in units]
     return LatencyModel(
-        Profile(
-            model=ModelCounts(flops_per_row=1.0, flops_per_pair=1.0, head_flops_per_row=1.0, kv_bytes_per_key=1),
-            job=COUNTS,
+        free_but_for(
+            COUNTS,
             forward=flat(DECODE_S),
-            head=flat(0.0),
-            loss=flat(0.0),
             backward=flat(tasklet_s),
-            s_per_pair=0.0,
-            backward_s_per_pair=0.0,
-            s_per_key=0.0,
-            s_per_span=0.0,
-            s_per_bypass=0.0,
-            s_per_window_row=0.0,
-            s_per_parameter=0.0,
-            update_s=0.0,
             sharing=Sharing(num_units=max(units) + min(units), shares=tuple(shares)),
         )
     )

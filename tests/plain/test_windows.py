@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from profiles import free_but_for
 
 from coserve.scheduling import JobView, LatencyModel, View, make_policy
-from coserve.scheduling.counts import JobCounts, ModelCounts
-from coserve.scheduling.profile import Curve, Profile
+from coserve.scheduling.counts import JobCounts
+from coserve.scheduling.profile import Curve
 
 COUNTS = JobCounts(
     flops_per_row=1.0,
@@ -17,22 +18,7 @@ COUNTS = JobCounts(
     num_parameters=100,
 )
 CHEAP = Curve(rows=(1, 4096), seconds=(1e-4, 1e-3))
-PROFILE = Profile(
-    model=ModelCounts(flops_per_row=1.0, flops_per_pair=1.0, head_flops_per_row=1.0, kv_bytes_per_key=1),
-    job=COUNTS,
-    forward=CHEAP,
-    head=CHEAP,
-    loss=CHEAP,
-    backward=CHEAP,
-    s_per_pair=0.0,
-    backward_s_per_pair=0.0,
-    s_per_key=0.0,
-    s_per_span=0.0,
-    s_per_bypass=0.0,
-    s_per_window_row=0.0,
-    s_per_parameter=0.0,
-    update_s=1e-4,
-)
+PROFILE = free_but_for(COUNTS, head=CHEAP, loss=CHEAP, backward=CHEAP, update_s=1e-4)
 
 
 def window_rows(policy: str, *seconds: float) -> list[int]:
