@@ -1,6 +1,8 @@
 """What a Ray cluster says that it serves is true when a front has ended, or could not begin; without a cluster."""
 
 import asyncio
+import subprocess
+import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -94,3 +96,11 @@ def test_a_front_can_be_started_where_one_is_gone_that_could_not_take_its_word_b
     arguments = ["cluster", "up", "tiny", "--address", "192.0.2.7:6379", "--dtype", "bfloat16", "--nodes"]
     assert str(CliRunner().invoke(app, [*arguments, "0"]).exception) == "it begins"
     assert "serves gone already" in str(CliRunner().invoke(app, [*arguments, "1"]).exception)
+
+
+def test_commands_that_ask_a_cluster_start_without_torch():
+    code = (
+        "import sys, coserve.cluster.on_ray; print(sorted({'torch', 'transformers', 'sqlalchemy'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
