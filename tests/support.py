@@ -4,11 +4,13 @@ them."""
 import copy
 import json
 import math
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import pytest
 import torch
 from family_configs import MORE_CONFIGS
 from family_configs import VOCAB as VOCAB
@@ -20,6 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging as transformers_logging
 
 from coserve.adapters import Adapter, LoraConfig, load_adapter
+from coserve.kernels.cpu.products import CpuProducts
+from coserve.kernels.plain import PlainBackend
 from coserve.models import Backbone, load_backbone
 
 transformers_logging.disable_progress_bar()
@@ -176,6 +180,22 @@ def make_adapter(backbone: Backbone, *, seed: int = 0, **lora: Any) -> Adapter:
         master.copy_(torch.randn(master.shape, generator=generator) * 0.15)
     adapter.sync_compute_copy()
     return adapter
+
+
+def record_products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Tensor]]:
+    """The number of rows and the weight of each product x W^T on a CPU, from now on."""
+    found: list[tuple[int, Tensor]] = []
+
+    def recorded(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def record(self: object, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            found.append((len(x), weight))
+            return product(self, x, weight, bias)
+
+        return record
+
+    for owner in (CpuProducts, PlainBackend):
+        monkeypatch.setattr(owner, "product", recorded(owner.product))
+    return found
 
 
 def random_tokens(length: int, seed: int) -> Tensor:

@@ -302,9 +302,11 @@ def test_products_that_take_no_adapter_along_say_so():
 
 
 def vector_product(x, weight, bias, num_threads, *, name="vector_product"):
-    y = torch.full((len(x), len(weight)), float("nan")).bfloat16()
+    y, more = torch.full((len(x), len(weight)), float("nan")).to(x.dtype), list[int]()
+    if x.dtype == torch.float32:
+        name, more = "float32_product", [2]  # few rows
     addresses = (x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
-    getattr(KERNELS, name)(*addresses, *x.shape, len(weight), num_threads)
+    getattr(KERNELS, name)(*addresses, *x.shape, len(weight), *more, num_threads)
     return y
 
 
@@ -391,23 +393,26 @@ def test_products_of_few_rows_by_pairs(inner, outer, num_threads):
 
 
 def vector_input_gradient(grad, weight, num_threads):
-    x_grad = torch.full((len(grad), weight.shape[1]), float("nan")).bfloat16()
+    x_grad = torch.full((len(grad), weight.shape[1]), float("nan")).to(grad.dtype)
     addresses = (grad.data_ptr(), grad.stride(0), weight.data_ptr(), x_grad.data_ptr())
-    KERNELS.vector_input_gradient(*addresses, len(grad), weight.shape[1], len(weight), num_threads)
+    name = "float32_input_gradient" if grad.dtype == torch.float32 else "vector_input_gradient"
+    getattr(KERNELS, name)(*addresses, len(grad), weight.shape[1], len(weight), num_threads)
     return x_grad
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_threads", [1, 2, 5, 8])
 @pytest.mark.parametrize(
     ("inner", "outer"), [(1, 1), (24, 90), (37, 41), (45, 2), (129, 64), (300, 31), (128, 475), (475, 128), (900, 65)]
 )
-def test_products_of_many_rows_in_float32(inner, outer, num_threads):
+def test_products_in_float32(inner, outer, num_threads, dtype):
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)
-    weight, bias = torch.randn(outer, inner).bfloat16(), torch.randn(outer).bfloat16()
-    wide, wide_grad = torch.randn(530, inner + 3).bfloat16(), torch.randn(530, outer + 5).bfloat16()
-    for n in (17, 28, 29, 64, 130, 257, 530):
+    weight, bias = torch.randn(outer, inner).to(dtype), torch.randn(outer).to(dtype)
+    wide, wide_grad = torch.randn(530, inner + 3).to(dtype), torch.randn(530, outer + 5).to(dtype)
+    rounding = 2**-8 if dtype == torch.bfloat16 else 2**-23
+    for n in (1, 2, 3, 4, 5, 7, 10, 11, 17, 28, 29, 64, 130, 257, 530):
         x, grad = wide[:n, 3:], wide_grad[:n, 5:]  # rows of wider tensors
         exact, exact_grad = x.double() @ weight.double().T, grad.double() @ weight.double()
         sizes, grad_sizes = x.double().abs() @ weight.double().abs().T, grad.double().abs() @ weight.double().abs()
@@ -416,26 +421,45 @@ def test_products_of_many_rows_in_float32(inner, outer, num_threads):
             (vector_product(x, weight, bias, num_threads), exact + bias.double(), sizes),
             (vector_input_gradient(grad, weight, num_threads), exact_grad, grad_sizes),
         ):
-            assert ((found.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6 * size).all()
+            assert ((found.double() - expected).abs() <= rounding * expected.abs() + 1e-6 * size).all()
 
 
 @needs_kernels
-def test_a_row_among_many_does_not_depend_on_them_or_threads():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_does_not_depend_on_others_or_threads(dtype):
+    """Among few, and among many; of gradients among any number."""
     torch.manual_seed(0)
-    weight, bias = torch.randn(300, 417).bfloat16(), torch.randn(300).bfloat16()
-    x, grad = torch.randn(290, 417).bfloat16(), torch.randn(290, 300).bfloat16()
+    weight, bias = torch.randn(300, 417).to(dtype), torch.randn(300).to(dtype)
+    x, grad = torch.randn(290, 417).to(dtype), torch.randn(290, 300).to(dtype)
     product, gradient = vector_product(x, weight, bias, 1), vector_input_gradient(grad, weight, 1)
+    few = 2 if dtype == torch.float32 else 10
+    product_of_few = torch.cat([vector_product(part, weight, bias, 1) for part in x.split(few)])
     for num_threads in (1, 2, 4, 5):
         torch.set_num_threads(num_threads)
         for first, last in ((0, 290), (0, 17), (5, 70), (160, 290)):
             assert torch.equal(vector_product(x[first:last], weight, bias, num_threads), product[first:last])
         for first, last in ((0, 1), (3, 7), (5, 70), (160, 290)):
             assert torch.equal(vector_input_gradient(grad[first:last], weight, num_threads), gradient[first:last])
+        for first, last in ((7, 8), (20, 22), (30, 30 + few), (40, 40 + few // 2), (50, 50 + min(few, 7))):
+            assert torch.equal(vector_product(x[first:last], weight, bias, num_threads), product_of_few[first:last])
     x[20, 400] = grad[20, 299] = float("nan")
     found = vector_product(x, weight, bias, 2), vector_input_gradient(grad, weight, 2)
     others = [*range(20), *range(21, 290)]
     for bad, before in zip(found, (product, gradient), strict=True):
         assert bad[20].isnan().all() and torch.equal(bad[others], before[others])
+
+
+@needs_kernels
+def test_float32_products_of_a_job_do_not_depend_on_other_rows():
+    """Up to as many rows as our own kernels are for."""
+    torch.manual_seed(0)
+    weight, x, grad = torch.randn(130, 257), torch.randn(128, 257), torch.randn(128, 130)
+    product, gradient = CPU.product(x, weight), CPU.input_gradient(grad, weight)
+    for n in (1, 2, 3, 5, 17, 100):
+        assert torch.equal(CPU.product(x[:n], weight), product[:n])
+        assert torch.equal(CPU.input_gradient(grad[:n], weight), gradient[:n])
+        onto = torch.ones(n, 257)
+        assert CPU.input_gradient(grad[:n], weight, onto) is onto and torch.equal(onto, gradient[:n] + 1)
 
 
 @needs_kernels
@@ -534,6 +558,8 @@ def test_products_that_the_kernels_by_tiles_are_not_for_go_the_other_way():
         has_pairs=False,
         vector_product=KERNELS.vector_product,
         vector_input_gradient=KERNELS.vector_input_gradient,
+        float32_product=KERNELS.float32_product,
+        float32_input_gradient=KERNELS.float32_input_gradient,
         **dict.fromkeys(names),
     )
     products, tiles = CpuProducts(without_functions), TileProducts(without_functions)
@@ -761,7 +787,7 @@ def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, 
 def test_the_header_states_the_arguments_of_every_kernel():
     """The compiler holds the definitions against it; the library has whatever this processor can run."""
     found = compiled.signatures()
-    assert len(found) == 44 and all(found.values())
+    assert len(found) == 46 and all(found.values())
     sources = "".join(path.read_text() for path in Path(compiled.__file__).parent.glob("*.cpp"))
     for name in found:
         assert (

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from family_configs import MORE_CONFIGS
-from support import CONFIGS, FAMILIES, make_backbone, make_model, model_directory, random_tokens
+from support import CONFIGS, FAMILIES, make_backbone, make_model, model_directory, random_tokens, record_products
 
 from coserve.errors import BudgetError
 from coserve.models import CachedSequence, forward, load_backbone, logits
@@ -96,9 +96,7 @@ def test_greedy_decoding_equals_generate(name):
 
 def test_a_weight_matrix_is_multiplied_once_for_all_rows_of_a_batch(monkeypatch):
     backbone = make_backbone("llama")
-    seen = []
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w, b=None: seen.append((w, len(x))) or linear(x, w, b))
+    seen = record_products(monkeypatch)
     run_ragged(backbone, [random_tokens(n, n) for n in RAGGED])
     matrices = [
         tensor
@@ -106,11 +104,11 @@ def test_a_weight_matrix_is_multiplied_once_for_all_rows_of_a_batch(monkeypatch)
         for tensor in weight_tensors(held)
         if tensor.ndim == 2 and part != "embed"
     ]
-    multiplied = [place for weight, _ in seen for place in places(weight)]
+    multiplied = [place for _, weight in seen for place in places(weight)]
     assert len(multiplied) == len(set(multiplied))
     assert set(multiplied) == {place for matrix in matrices for place in places(matrix)}
     assert len(seen) < len(matrices), "weights that read the same rows are multiplied as one"
-    assert {rows for _, rows in seen} == {sum(RAGGED)}
+    assert {rows for rows, _ in seen} == {sum(RAGGED)}
 
 
 def places(weight):

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from support import FAMILIES, make_adapter, make_backbone, make_model, peft_twin, random_sequences, random_tokens
+from support import (
+    FAMILIES,
+    make_adapter,
+    make_backbone,
+    make_model,
+    peft_twin,
+    random_sequences,
+    random_tokens,
+    record_products,
+)
 
 from coserve.models import CachedSequence, forward, logits
 from coserve.tuning import TrainingPass, make_pack, training_programs
@@ -57,11 +66,7 @@ def test_ranks_may_differ_where_scales_do_not():
 def test_a_row_without_an_adapter_pays_nothing(monkeypatch):
     backbone = make_backbone("llama")
     adapter = make_adapter(backbone)
-    products = []
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr(
-        torch.nn.functional, "linear", lambda x, w, b=None: products.append((len(x), w.shape)) or linear(x, w, b)
-    )
+    products = record_products(monkeypatch)
     add, added = backbone.backend.add_adapters, []
     monkeypatch.setattr(
         backbone.backend,
@@ -77,7 +82,7 @@ def test_a_row_without_an_adapter_pays_nothing(monkeypatch):
     ]
     forward(backbone, spans)
     assert added == [(list(range(9, 14)), sites) for sites in (3, 1, 2, 1)] * 3, "its rows alone, a call for each input"
-    assert {rows for rows, shape in products if 4 not in shape} == {14}
+    assert {rows for rows, weight in products if 4 not in weight.shape} == {14}
 
 
 def test_the_last_product_of_a_lora_goes_with_its_site_where_all_rows_have_it(monkeypatch):

@@ -46,6 +46,22 @@ def test_steps_of_requests_are_equal_to_the_last_bit(name, dtype, weights, monke
     assert torch.equal(traced.pages.storage, plain.pages.storage), "keys and values, too"
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "qwen3", "llama-biases-tied"])
+def test_steps_in_float32(name, monkeypatch):
+    """Sums of few rows are made in another order than one by one, which have the order of a job's."""
+    backbone = backbone_of(name, "float32", "dense")
+    companies = [None, [4, 2], None, [0], [3, 1, 0], None]
+    traced = Steps(backbone)
+    ours = [traced.step(which=which) for which in companies]
+    assert traced.num_traces == 1
+    one_by_one(monkeypatch)
+    plain = Steps(backbone)
+    theirs = [plain.step(which=which) for which in companies]
+    assert torch.equal(ours[0], theirs[0]), "five rows"
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6 * float(other.abs().max()))
+
+
 @pytest.mark.parametrize(("name", "dtype", "weights"), MODELS)
 def test_with_adapters_at_all_or_some_linear_layers(name, dtype, weights, monkeypatch):
     backbone = backbone_of(name, dtype, weights)
@@ -80,10 +96,12 @@ def test_with_adapters_at_all_or_some_linear_layers(name, dtype, weights, monkey
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("num_rows", [1, 32, 33, 100])
-def test_any_number_of_rows(num_rows, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_rows", "weights"), [*((n, "int8") for n in (1, 32, 33, 100)), *((n, "dense") for n in (5, 128, 129))]
+)
+def test_any_number_of_rows(num_rows, weights, monkeypatch):
     """More than the kernels are for run one by one."""
-    backbone = backbone_of("qwen3", "float32", "int8")
+    backbone = backbone_of("qwen3", "float32", weights)
     lengths = [index % 9 + 1 for index in range(num_rows)]
     ours = Steps(backbone, lengths).step()
     one_by_one(monkeypatch)

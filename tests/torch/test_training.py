@@ -22,6 +22,7 @@ from support import (
     peft_twin,
     random_sequences,
     random_tokens,
+    record_products,
     summed_loss,
     worst_error,
 )
@@ -301,28 +302,16 @@ def test_bfloat16_gradients_are_as_close_to_float32_as_pefts():
 # -- the head ---------------------------------------------------------------------
 
 
-def products_with(num_outputs: int, monkeypatch) -> list[int]:
-    """Rows of each product with a weight of this many outputs, from now on."""
-    sizes, linear = [], torch.nn.functional.linear
-
-    def recorded(x, weight, bias=None):
-        if len(weight) == num_outputs:
-            sizes.append(len(x))
-        return linear(x, weight, bias)
-
-    monkeypatch.setattr(torch.nn.functional, "linear", recorded)
-    return sizes
-
-
 def test_only_trained_rows_pass_the_head(monkeypatch):
     adapter = make_adapter(make_backbone("llama"))
     pack = make_pack(random_sequences((20, 15, 1)))
     assert 5 < pack.num_trained < 33
     training = TrainingPass(adapter, training_programs(adapter), pack)
     training.finish_window(forward(adapter.backbone, [training.next_window(36)]))
-    heads = products_with(97, monkeypatch)
+    products = record_products(monkeypatch)
     while not training.loss_done:
         training.run_loss(4)
+    heads = [rows for rows, weight in products if len(weight) == 97]
     assert max(heads) <= 4 and sum(heads) == pack.num_trained == training.sums.num_trained
     gradient = training.kept.rows
     assert not gradient[pack.targets == UNTRAINED].any() and gradient[pack.targets != UNTRAINED].any(1).all()
@@ -341,9 +330,9 @@ def test_the_loss_is_taken_in_chunks(monkeypatch):
     programs = training_programs(adapter)
     torch.manual_seed(0)
     hidden, targets = torch.randn(40, 32), torch.randint(0, 97, (40,))
-    heads, results = products_with(97, monkeypatch), []
+    products, results = record_products(monkeypatch), []
     for max_rows in (1000, 3):
-        heads.clear()
+        products.clear()
         grads = {name: torch.zeros(tensor.shape) for name, tensor in adapter.parameters("head").items()}
         weights = {**backbone.weights["head"], **adapter.parameters("head")}
         losses, correct, gradient = loss_and_gradient(
@@ -355,6 +344,7 @@ def test_the_loss_is_taken_in_chunks(monkeypatch):
             accumulators=grads,
             max_rows=max_rows,
         )
+        heads = [rows for rows, weight in products if len(weight) == 97]
         assert max(heads) <= max_rows and sum(heads) == 2 * 40, "the head, and its LoRA"
         results.append(((losses, correct, gradient), grads))
     (whole, grads), (chunked, chunked_grads) = results

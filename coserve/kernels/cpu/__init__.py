@@ -15,7 +15,7 @@ from coserve.kernels.base import Backend, Factor, JoinedRows, SiluMulGradients
 from coserve.kernels.cpu import adapters, rows
 from coserve.kernels.cpu.attention import CpuAttention, CpuAttentionBatch, CpuPart
 from coserve.kernels.cpu.compiled import compiled_kernels, own_flags
-from coserve.kernels.cpu.products import CpuProducts, layout
+from coserve.kernels.cpu.products import CpuProducts
 from coserve.kernels.cpu.trace import CpuTrace
 from coserve.kernels.low_rank import AdapterBatch, LowRankRows
 from coserve.kernels.plain import PlainBackend
@@ -55,9 +55,6 @@ class CpuBackend(PlainBackend):
     def trace(self, dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]) -> TracedCalls | None:
         trace = CpuTrace(self._kernels, self.device, dtype)
         return trace.end(run(trace))
-
-    def layout(self, weight: Tensor) -> Tensor:
-        return layout(weight)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._products.product(x, weight, bias)

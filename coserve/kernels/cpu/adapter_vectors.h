@@ -2,34 +2,20 @@
 // bfloat16, where there are instructions for it, see `adapter_pairs.h`.
 #pragma once
 
-#include "common.h"
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "vector_products.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-const int LANES = 16;
-#else
-const int LANES = 8;
-#endif
-
-typedef float Floats __attribute__((vector_size(LANES * 4)));
-typedef uint32_t Ints __attribute__((vector_size(LANES * 4)));
+using vectors::Floats;
+using vectors::Ints;
+using vectors::LANES;
+using vectors::load;
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
-
-inline Floats load(const float* x) {
-    Floats values;
-    std::memcpy(&values, x, sizeof values);
-    return values;
-}
 
 inline Floats load(const bf16* x) {
     Halves bits;
     std::memcpy(&bits, x, sizeof bits);
-    return (Floats)(__builtin_convertvector(bits, Ints) << 16);
+    return (Floats)(__builtin_convertvector(bits, vectors::Words) << 16);
 }
 
 // The first elements, and zeros.
@@ -146,7 +132,7 @@ void multiply(const Rows<T>& all, const Piece<T>& piece, i64 row, i64 rank) {
         for (int j = 0; j < RANKS; j++) {
             const Floats factor = load(a + j * inner + k);
 #pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++) totals[j][r] += factor * values[r];
+            for (int r = 0; r < ROWS; r++) totals[j][r] = vectors::multiply_add(factor, values[r], totals[j][r]);
         }
     };
     for (i64 k = 0; k < whole; k += LANES) add(k, [](const T* from) { return load(from); });

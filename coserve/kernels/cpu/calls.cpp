@@ -62,6 +62,7 @@ const Kernel KERNELS[] = {
     {"int8_pair_product", Call<int8_pair_product>::run},
 #endif
     {"vector_product", Call<vector_product>::run},
+    {"float32_product", Call<float32_product>::run},
     {"int8_product_bfloat16", Call<int8_product_bfloat16>::run},
     {"int8_product_float32", Call<int8_product_float32>::run},
     {"paged_attention_bfloat16", Call<paged_attention_bfloat16>::run},

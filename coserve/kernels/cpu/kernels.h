@@ -61,6 +61,10 @@ void vector_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* b
                     i64 outer, i64 num_threads);
 void vector_input_gradient(const bf16* grad, i64 grad_step, const bf16* weight, bf16* x_grad, i64 n, i64 inner,
                            i64 outer, i64 num_threads);
+void float32_product(const float* x, i64 x_step, const float* weight, const float* bias, float* y, i64 n, i64 inner,
+                     i64 outer, i64 few_rows, i64 num_threads);
+void float32_input_gradient(const float* grad, i64 grad_step, const float* weight, float* x_grad, i64 n, i64 inner,
+                            i64 outer, i64 num_threads);
 
 // pair_products.cpp (pairs)
 void pair_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner, i64 outer,

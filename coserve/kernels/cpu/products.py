@@ -11,6 +11,7 @@ Which way is fastest depends on the processor, the dtype and the number of rows;
 - The same on one that emulates it, at a quarter of its float32 speed, or whose instructions for it have half of that
   (Intel's without AMX): kernels of our own, which convert a strip of the weight at a time and multiply in float32
   (`vector_panels.h`); of tensors that lie otherwise the wide functions convert a tile at a time, for PyTorch's.
+- float32: kernels of our own of the same kind up to 128 rows (`vector_products.cpp`), PyTorch's beyond.
 - int8 weights: with few rows the same kernels read them once as they lie (`int8.cpp`, `pair_products.cpp`, and
   `int8_tiles.cpp` with AMX); with many, a tile at a time becomes a dense weight.
 - Otherwise the choice is PyTorch's.
@@ -39,6 +40,11 @@ _TILE_ELEMENTS = 1 << 21
 # Up to how many rows our own kernels without tiles multiply bfloat16 where PyTorch's product of more is faster: the one
 # in float32, and the one by pairs.
 _MOST_VECTOR_ROWS_NATIVE, _MOST_PAIR_ROWS = 16, 48
+# The same for float32 rows and weights.
+MOST_FLOAT32_ROWS = 128
+# Up to how many float32 rows of requests read a weight as it lies. A job's rows do not: by themselves, and among those
+# of other jobs, they then have the same sums.
+FEW_FLOAT32_ROWS = 4
 # The same for input gradients by pairs.
 _MOST_PAIR_GRADIENT_ROWS = 64
 # From how many rows on a conversion pays for the products of gradients.
@@ -78,6 +84,8 @@ class CpuProducts:
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """y = x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
         if x.dtype != torch.bfloat16 or not x.shape[0]:
+            if _are_few_float32_rows(x, weight, bias):
+                return self._product_of_few_rows(self._kernels.float32_product, x, weight, bias, 0)
             return torch.nn.functional.linear(x, weight, bias)
         if self._tiles is not None:
             is_for_columns = x.shape[0] >= _MANY_LOSS_ROWS and weight.shape[0] >= _MANY_OUTPUTS and bias is None
@@ -86,7 +94,7 @@ class CpuProducts:
             if (y := self._tiles.product(x, weight, bias)) is not None:
                 return y
         if x.shape[0] <= self._most_few_rows and x.stride(1) == 1 and fit_vectors(weight, bias):
-            return self._product_of_few_rows(x, weight, bias)
+            return self._product_of_few_rows(self._few_rows, x, weight, bias)
         return wide_product(x, weight, bias) if is_widened(x) else torch.nn.functional.linear(x, weight, bias)
 
     def product_and_low_rank(
@@ -95,13 +103,15 @@ class CpuProducts:
         """See `Backend.product_and_low_rank`: of many rows, in tiles."""
         return None if self._tiles is None else self._tiles.product_and_low_rank(x, weight, bias, added)
 
-    def _product_of_few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _product_of_few_rows(
+        self, multiply: Callable[..., None], x: Tensor, weight: Tensor, bias: Tensor | None, *more: int
+    ) -> Tensor:
         (n, inner), outer = x.shape, weight.shape[0]
         assert weight.shape == (outer, inner)
         y = torch.empty(n, outer, dtype=x.dtype)
-        self._few_rows(
+        multiply(
             *(x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()),
-            *(n, inner, outer, torch.get_num_threads()),
+            *(n, inner, outer, *more, torch.get_num_threads()),
         )
         return y
 
@@ -112,7 +122,9 @@ class CpuProducts:
         if self._fit_pairs(grad, weight, onto):
             return self._pair_input_gradient(grad, weight, onto)
         if is_widened(grad) and grad.shape[0] and grad.stride(1) == 1 and fit_vectors(weight, None):
-            return _added(self._vector_input_gradient(grad, weight), onto)
+            return _added(self._vector_input_gradient(self._kernels.vector_input_gradient, grad, weight), onto)
+        if _are_few_float32_rows(grad, weight, None):
+            return _added(self._vector_input_gradient(self._kernels.float32_input_gradient, grad, weight), onto)
         if is_widened(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
             return _added(wide_input_gradient(grad, weight), onto)
         return grad @ weight if onto is None else onto.addmm_(grad, weight)
@@ -134,11 +146,11 @@ class CpuProducts:
         )
         return x_grad
 
-    def _vector_input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+    def _vector_input_gradient(self, multiply: Callable[..., None], grad: Tensor, weight: Tensor) -> Tensor:
         (n, outer), inner = grad.shape, weight.shape[1]
         assert weight.shape == (outer, inner)
         x_grad = torch.empty(n, inner, dtype=grad.dtype)
-        self._kernels.vector_input_gradient(
+        multiply(
             *(grad.data_ptr(), grad.stride(0), weight.data_ptr(), x_grad.data_ptr()),
             *(n, inner, outer, torch.get_num_threads()),
         )
@@ -269,14 +281,6 @@ def _each(
     return y
 
 
-def layout(weight: Tensor) -> Tensor:
-    """A weight [out, in] laid out as products read it: by its columns, but for bfloat16.
-
-    PyTorch's float32 products of 8 rows then take two thirds of the time; with many rows it is the same.
-    """
-    return weight.contiguous() if weight.dtype == torch.bfloat16 else weight.T.contiguous().T
-
-
 def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`product` in float32 arithmetic, rounded to x's dtype."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
@@ -357,12 +361,18 @@ def kernel_for_few_rows(kernels: Library) -> tuple[str, int]:
     return ("pair_product", _MOST_PAIR_ROWS) if kernels.has_pairs else ("vector_product", _MOST_VECTOR_ROWS_NATIVE)
 
 
-def fit_vectors(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether that kernel is for a weight [out, in] and a bias: bfloat16, lying by rows."""
+def fit_vectors(weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether that kernel is for a weight [out, in] and a bias: of this dtype, lying by rows."""
     for tensor in (weight, bias):
-        if tensor is not None and not (tensor.dtype == torch.bfloat16 and tensor.is_cpu and tensor.is_contiguous()):
+        if tensor is not None and not (tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()):
             return False
     return True
+
+
+def _are_few_float32_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    if x.dtype != torch.float32 or not 0 < x.shape[0] <= MOST_FLOAT32_ROWS:
+        return False
+    return x.stride(1) == 1 and fit_vectors(weight, bias, torch.float32)
 
 
 def has_native_bf16(x: Tensor) -> bool:

@@ -16,7 +16,13 @@ from coserve.kernels.attention import AttentionBatch, AttentionSpec
 from coserve.kernels.cpu import tile_products
 from coserve.kernels.cpu.adapters import many_rows
 from coserve.kernels.cpu.compiled import Library
-from coserve.kernels.cpu.products import fit_vectors, kernel_for_few_int8_rows, kernel_for_few_rows
+from coserve.kernels.cpu.products import (
+    FEW_FLOAT32_ROWS,
+    MOST_FLOAT32_ROWS,
+    fit_vectors,
+    kernel_for_few_int8_rows,
+    kernel_for_few_rows,
+)
 from coserve.kernels.cpu.stand_ins import (
     CONSTANT,
     ROWS,
@@ -40,6 +46,7 @@ _KERNELS = (
         "product",
         "pair_product",
         "vector_product",
+        "float32_product",
         "int8_product_by_tiles",
         "int8_pair_product",
         "int8_product_bfloat16",
@@ -59,6 +66,7 @@ _WINDOWS = (step("windows"), step("num_windows"))
 
 class CpuTrace(Trace[PlainBackend]):
     """See `Trace`. The kernels are those that `CpuBackend` calls for the same, so results are equal to the last bit.
+    In float32, sums of up to `FEW_FLOAT32_ROWS` rows are made in another order.
 
     What it keeps by their addresses (weights, stores) must stay where it is.
     """
@@ -213,8 +221,10 @@ class _Tracer(PlainBackend):
         self._trace = trace
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not (self._trace.is_bfloat16 and fit_vectors(weight, bias)):
+        if not fit_vectors(weight, bias, self._trace.dtype):
             raise UntraceableError
+        if not self._trace.is_bfloat16:
+            return self._product("float32_product", x, (weight,), bias, FEW_FLOAT32_ROWS, most_rows=MOST_FLOAT32_ROWS)
         if self._trace.kernels.has_tiles and tile_products.fit_weight(weight, bias):
             return self._product("product", x, (weight,), bias, most_rows=tile_products.MOST_ROWS)
         name, most_rows = kernel_for_few_rows(self._trace.kernels)
@@ -227,7 +237,7 @@ class _Tracer(PlainBackend):
         return self._product(name, x, (values, scales), bias, most_rows=most_rows)
 
     def _product(
-        self, kernel: str, x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None, *, most_rows: int
+        self, kernel: str, x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None, *more: int, most_rows: int
     ) -> Tensor:
         trace, rows, (outer, inner) = self._trace, self._trace.rows(x), weight[0].shape
         if rows.width != inner or not all(tensor.is_contiguous() for tensor in weight):
@@ -236,7 +246,7 @@ class _Tracer(PlainBackend):
             raise UntraceableError
         trace.most_rows = min(trace.most_rows, most_rows)
         y = trace.new(outer)
-        sizes = (step("num_rows"), inner, outer, step("num_threads"))
+        sizes = (step("num_rows"), inner, outer, *more, step("num_threads"))
         trace.call(kernel, rows, rows.step, *weight, bias, y, *sizes)
         return cast(Tensor, y)
 

@@ -71,6 +71,9 @@ inline void add_gradient_pair(const float* narrow, i64 rank, const bf16* wide, i
     }
 }
 
+// Rows of x at once, with four of the rank.
+const int ROWS_AT_ONCE = vectors::MOST_SUMS / 4;
+
 template <int ROWS, int COLUMNS>
 void to_low_rank_rows(const bf16* x, i64 x_step, const float* factor, i64 width, i64 y_step, bf16* y) {
     float sums[ROWS * COLUMNS];
@@ -88,12 +91,12 @@ extern "C" void vector_to_low_rank(const i64* table, i64 num_jobs, i64 is_transp
         arrange_factor(job.matrix(), is_transposed, width, rank, pairs, factor);
     };
     auto run = [=](const Job& job, Part rows, const float* factor) {
-        for (i64 row = rows.start; row < rows.end; row += 4)
+        for (i64 row = rows.start; row < rows.end; row += ROWS_AT_ONCE)
             for (i64 r = 0; r < rank; r += 4) {
-                const bool is_whole = row + 4 <= rows.end && r + 4 <= rank;
-                for (i64 i = row; i < (is_whole ? row + 1 : std::min(row + 4, rows.end)); i++)
+                const bool is_whole = row + ROWS_AT_ONCE <= rows.end && r + 4 <= rank;
+                for (i64 i = row; i < (is_whole ? row + 1 : std::min(row + ROWS_AT_ONCE, rows.end)); i++)
                     for (i64 j = r; j < (is_whole ? r + 1 : std::min(r + 4, rank)); j++) {
-                        auto run = is_whole ? to_low_rank_rows<4, 4> : to_low_rank_rows<1, 1>;
+                        auto run = is_whole ? to_low_rank_rows<4, ROWS_AT_ONCE> : to_low_rank_rows<1, 1>;
                         run(job.wide + i * job.wide_step, job.wide_step, factor + j * width, width, job.narrow_step,
                             job.narrow + i * job.narrow_step + j);
                     }

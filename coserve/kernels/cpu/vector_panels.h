@@ -1,5 +1,5 @@
-// Products of rows with a weight on processors without tiles: a strip of the weight becomes float32 once, in the first
-// cache, and is multiplied there with all rows.
+// Products of rows with a weight on processors without tiles, and in float32: a strip of the weight is arranged once,
+// as float32 in the first cache, and is multiplied there with all rows.
 //
 // A sum is that of blocks of DEPTH terms, one after the other, whatever other rows there are and however many threads:
 // each thread has a part of the result for itself.
@@ -22,9 +22,9 @@ const i64 MOST_ROWS = 14;
 #else
 const i64 MOST_ROWS = 6;
 #endif
-// Terms of a block. A strip of it stays in the first cache; all rows of a chunk, and their sums for the columns of a
-// panel, stay in the second.
-const i64 DEPTH = 128, CHUNK = 256, PANEL = 14 * PAIR;
+// Terms of a block. A strip of it, 16 KiB, stays in the first cache; all rows of a chunk, and their sums for the
+// columns of a panel, stay in the second.
+const i64 DEPTH = 2048 / LANES, CHUNK = 256, PANEL = 14 * PAIR;
 
 // -- what is multiplied, arranged ---------------------------------------------------------
 
@@ -44,58 +44,74 @@ inline void transpose(Words (&x)[LANES]) {
     if constexpr (STEP > 1) transpose<STEP / 2>(x);
 }
 
+// Elements of a row in a vector of words.
+template <typename T>
+const int IN_WORDS = sizeof(Words) / sizeof(T);
+
+// A vector of words as float32, at `out` and, if there are two elements in a word, a step further on.
+inline void store_words(Words words, bf16*, float* out, i64 step) {
+    const Words even = words << 16, odd = words & 0xffff0000u;
+    std::memcpy(out, &even, sizeof even);
+    std::memcpy(out + step, &odd, sizeof odd);
+}
+
+inline void store_words(Words words, float*, float* out, i64) { std::memcpy(out, &words, sizeof words); }
+
 // LANES rows in float32, by columns: out [depth rounded up to pairs, step].
-inline void arrange_columns(const bf16* const (&rows)[LANES], i64 depth, float* out, i64 step) {
+template <typename T>
+inline void arrange_columns(const T* const (&rows)[LANES], i64 depth, float* out, i64 step) {
+    const int width = IN_WORDS<T>;
     Words words[LANES];
     auto arrange = [&](i64 k) {
         transpose(words);
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) {
-            const Words even = words[i] << 16, odd = words[i] & 0xffff0000u;
-            std::memcpy(out + (k + 2 * i) * step, &even, sizeof even);
-            std::memcpy(out + (k + 2 * i + 1) * step, &odd, sizeof odd);
-        }
+        for (int i = 0; i < LANES; i++)
+            store_words(words[i], static_cast<T*>(nullptr), out + (k + width / LANES * i) * step, step);
     };
-    const i64 whole = depth / PAIR * PAIR;
-    for (i64 k = 0; k < whole; k += PAIR) {
+    const i64 whole = depth / width * width;
+    for (i64 k = 0; k < whole; k += width) {
 #pragma GCC unroll 16
         for (int lane = 0; lane < LANES; lane++) std::memcpy(&words[lane], rows[lane] + k, sizeof(Words));
         arrange(k);
     }
     if (whole == depth) return;
-    bf16 rest[LANES][PAIR] = {};
-    for (int lane = 0; lane < LANES; lane++)
-        std::memcpy(rest[lane], rows[lane] + whole, (depth - whole) * sizeof(bf16));
+    T rest[LANES][width] = {};
+    for (int lane = 0; lane < LANES; lane++) std::memcpy(rest[lane], rows[lane] + whole, (depth - whole) * sizeof(T));
     std::memcpy(words, rest, sizeof words);
     arrange(whole);
 }
 
+// Which column of a strip is a lane of its first or second vector: that of `load_pair`.
+inline i64 column_of(i64 lane, int half, const bf16*) { return 2 * lane + half; }
+inline i64 column_of(i64 lane, int half, const float*) { return lane + half * LANES; }
+
 // A weight, by terms of the sums and by columns of the result.
+template <typename T>
 struct Weight {
-    const bf16* start;
+    const T* start;
     i64 step;                // from row to row
     bool has_rows_of_terms;  // y = x W^T: a row is a column's terms; dx = dy W: a row is a term's columns
 
-    const bf16* at(i64 term, i64 column) const {
+    const T* at(i64 term, i64 column) const {
         return has_rows_of_terms ? start + column * step + term : start + term * step + column;
     }
 
-    // A strip of at most PAIR columns for each of `depth` terms: even columns, then odd ones.
+    // A strip of at most PAIR columns for each of `depth` terms, two vectors as `load_pair` gives them.
     void arrange(i64 term, i64 column, i64 depth, i64 columns, float* out) const {
-        const bf16* from = at(term, column);
+        const T* from = at(term, column);
         for (int half = 0; has_rows_of_terms && half < 2; half++) {
-            const bf16* rows[LANES];
-            for (i64 lane = 0; lane < LANES; lane++) rows[lane] = from + std::min(2 * lane + half, columns - 1) * step;
+            const T* rows[LANES];
+            for (i64 lane = 0; lane < LANES; lane++)
+                rows[lane] = from + std::min(column_of(lane, half, from), columns - 1) * step;
             arrange_columns(rows, depth, out + half * LANES, PAIR);
         }
-        bf16 part[PAIR] = {};
+        T part[PAIR] = {};
         for (i64 k = 0; !has_rows_of_terms && k < depth; k++, from += step) {
-            const bf16* own = from;
-            if (columns < PAIR) own = static_cast<bf16*>(std::memcpy(part, from, columns * sizeof(bf16)));
-            Floats even, odd;
-            vectors::load_pair(own, even, odd);
-            std::memcpy(out + k * PAIR, &even, sizeof even);
-            std::memcpy(out + k * PAIR + LANES, &odd, sizeof odd);
+            const T* own = from;
+            if (columns < PAIR) own = static_cast<T*>(std::memcpy(part, from, columns * sizeof(T)));
+            Floats pair[2];
+            vectors::load_pair(own, pair[0], pair[1]);
+            std::memcpy(out + k * PAIR, pair, sizeof pair);
         }
     }
 };
@@ -108,7 +124,7 @@ struct Ahead {
     const char* start;
     i64 step, lines, turn, turns;
 };
-const i64 LINE_BYTES = 64, LINE = LINE_BYTES / sizeof(bf16);
+const i64 LINE_BYTES = 64;
 
 // sums [ROWS, PAIR] = x w, added to what is there unless they are the first; x [depth, LANES], w [depth, PAIR].
 template <int ROWS>
@@ -152,13 +168,16 @@ inline Multiply multiply_of(i64 rows) {
 }
 
 // y = x w + b
+template <typename T>
 struct Problem {
-    const bf16* x;
+    const T* x;
     i64 x_step;
-    Weight weight;
-    const bf16* bias;  // or null
-    bf16* y;
+    Weight<T> weight;
+    const T* bias;  // or null
+    T* y;
     i64 columns, terms;
+
+    static const i64 LINE = LINE_BYTES / sizeof(T);
 
     // Rows [first, last) and columns [left, right) of y, at most CHUNK and PANEL.
     void run(Scratch& memory, i64 first, i64 last, i64 left, i64 right) const {
@@ -171,7 +190,7 @@ struct Problem {
             const i64 depth = std::min(DEPTH, terms - term);
             for (i64 tile = 0; tile < tiles; tile++) {
                 const i64 row = first + n * tile / tiles, end = first + n * (tile + 1) / tiles;
-                const bf16* from[LANES];
+                const T* from[LANES];
                 for (i64 lane = 0; lane < LANES; lane++) from[lane] = x + std::min(row + lane, end - 1) * x_step + term;
                 arrange_columns(from, depth, rows + tile * DEPTH * LANES, LANES);
             }
@@ -206,28 +225,29 @@ struct Problem {
             next_column += right - left;
         }
         const char* start = reinterpret_cast<const char*>(weight.at(next_term, next_column));
-        return {start, i64(weight.step * sizeof(bf16)), lines, tile, tiles};
+        return {start, i64(weight.step * sizeof(T)), lines, tile, tiles};
     }
 
     void store(const float* sums, i64 row, i64 count, i64 column, i64 width) const {
         Floats added[2] = {};
-        bf16 part[PAIR] = {};
+        T part[PAIR] = {};
         if (bias) {
-            std::memcpy(part, bias + column, width * sizeof(bf16));
+            std::memcpy(part, bias + column, width * sizeof(T));
             vectors::load_pair(part, added[0], added[1]);
         }
         for (i64 i = 0; i < count; i++, sums += PAIR) {
-            bf16* to = y + (row + i) * columns + column;
+            T* to = y + (row + i) * columns + column;
             vectors::store_pair(vectors::load(sums) + added[0], vectors::load(sums + LANES) + added[1],
                                 width == PAIR ? to : part);
-            if (width < PAIR) std::memcpy(to, part, width * sizeof(bf16));
+            if (width < PAIR) std::memcpy(to, part, width * sizeof(T));
         }
     }
 };
 
 // Threads share the columns, so that each part of the weight is widened once; and the rows too, where there are more
 // threads than would have some strips each.
-inline void run(const Problem& problem, i64 n, i64 num_threads) {
+template <typename T>
+void run(const Problem<T>& problem, i64 n, i64 num_threads) {
     static thread_local Scratch memory;
 #pragma omp parallel num_threads(num_threads)
     {

@@ -17,6 +17,8 @@ const int LANES = 16;
 #else
 const int LANES = 8;
 #endif
+// How many vectors of sums stay in registers, beside what is multiplied: AVX-512 has 32 registers, AVX2 16.
+const int MOST_SUMS = LANES;
 // Elements of a weight's row that become two vectors.
 const int PAIR = 2 * LANES;
 
@@ -62,6 +64,18 @@ inline void load_pair(const float* x, Floats& first, Floats& second) {
     second = load(x + LANES);
 }
 
+// One of the two: at once they would take registers that the sums need.
+inline Floats load_half(const bf16* x, int half) {
+    Words words;
+    std::memcpy(&words, x, sizeof words);
+    return (Floats)(half ? words & 0xffff0000u : words << 16);
+}
+
+template <typename W>
+inline Floats load_half(const W* x, int half) {
+    return load(x + half * LANES);
+}
+
 // The inverse of `load_pair`, rounded.
 inline void store_pair(Floats even, Floats odd, bf16* out) {
     auto rounded = [](Floats x) {
@@ -70,6 +84,11 @@ inline void store_pair(Floats even, Floats odd, bf16* out) {
     };
     const Words words = (rounded(even) >> 16) | (rounded(odd) & 0xffff0000u);
     std::memcpy(out, &words, sizeof words);
+}
+
+inline void store_pair(Floats first, Floats second, float* out) {
+    std::memcpy(out, &first, sizeof first);
+    std::memcpy(out + LANES, &second, sizeof second);
 }
 
 // A row of x in float32, its elements in the order in which `load_pair` gives those of a weight, up to whole pairs.
@@ -102,7 +121,8 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The sum of each of COUNT vectors, at most 16, each in the same order whatever their number.
+// The sum of each of COUNT vectors, at most as many as a vector has lanes, each in the same order whatever their
+// number.
 #if defined(__AVX512F__)
 template <int COUNT>
 inline void add_up(const Floats (&totals)[COUNT], float (&sums)[COUNT]) {
@@ -118,6 +138,22 @@ inline void add_up(const Floats (&totals)[COUNT], float (&sums)[COUNT]) {
     const __m512 all = half(half(fours[0], fours[1]), half(fours[2], fours[3]));
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512 found = _mm512_permutexvar_ps(order, all);
+    std::memcpy(sums, &found, sizeof sums);
+}
+#elif defined(__AVX2__)
+template <int COUNT>
+inline void add_up(const Floats (&totals)[COUNT], float (&sums)[COUNT]) {
+    static_assert(COUNT <= 8);
+    __m256 x[8] = {}, pairs[4], fours[2];
+    for (int i = 0; i < COUNT; i++) x[i] = (__m256)totals[i];
+    // At each of three steps half as many vectors, of the sums of twice as many.
+    auto two = [](__m256 a, __m256 b) { return _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b); };
+    for (int i = 0; i < 4; i++) pairs[i] = two(x[i], x[i + 4]);
+    for (int i = 0; i < 2; i++) fours[i] = two(pairs[i], pairs[i + 2]);
+    // Each half now has a part of the sums of vectors i, i + 2, i + 4 and i + 6.
+    const __m256 all =
+        _mm256_permute2f128_ps(fours[0], fours[1], 0x20) + _mm256_permute2f128_ps(fours[0], fours[1], 0x31);
+    const __m256 found = _mm256_permutevar8x32_ps(all, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
     std::memcpy(sums, &found, sizeof sums);
 }
 #else
@@ -144,21 +180,21 @@ inline void multiply(const float* x, const W* weight, i64 inner, i64 step, i64 a
     Floats totals[ROWS * CHANNELS] = {};
     const i64 x_step = round_up(inner, PAIR);
     auto add = [&](const W*(&from)[CHANNELS], i64 k) {
-        Floats values[CHANNELS][2];
-#pragma GCC unroll 16
-        for (int channel = 0; channel < CHANNELS; channel++)
-            load_pair(from[channel], values[channel][0], values[channel][1]);
-#pragma GCC unroll 4
-        for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 2
-            for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < 2; half++) {
+            Floats values[CHANNELS];
+#pragma GCC unroll 16
+            for (int channel = 0; channel < CHANNELS; channel++) values[channel] = load_half(from[channel], half);
+#pragma GCC unroll 4
+            for (int row = 0; row < ROWS; row++) {
                 const Floats own = load(x + row * x_step + k + half * LANES);
 #pragma GCC unroll 16
                 for (int channel = 0; channel < CHANNELS; channel++) {
                     Floats& total = totals[row * CHANNELS + channel];
-                    total = multiply_add(values[channel][half], own, total);
+                    total = multiply_add(values[channel], own, total);
                 }
             }
+        }
     };
     const W* from[CHANNELS];
     const i64 whole = inner / PAIR * PAIR;
@@ -212,9 +248,10 @@ struct Problem {
     // what is loaded of x, not what is computed, takes the time (80 in place of 130 GFLOP/s a core).
     template <int ROWS>
     void run_rows(i64 row, i64 first, i64 last) const {
-        const int most = ROWS == 1 ? 8 : 16 / ROWS;
+        const int most = std::min(MOST_SUMS / 2, MOST_SUMS / (ROWS == 3 ? 4 : ROWS)), some = std::min(most, 4);
         i64 channel = first;
         for (; channel + most <= last; channel += most) run<ROWS, most>(row, channel);
+        for (; channel + some <= last; channel += some) run<ROWS, some>(row, channel);
         for (; channel < last; channel++) run<ROWS, 1>(row, channel);
     }
 };
@@ -241,8 +278,9 @@ void product_of(Scratch& scratch, const T* x, i64 x_step, const W* weight, const
             const i64 last = std::min(first + strip, end);
             i64 row = 0;
             for (; row + 4 <= n; row += 4) problem.template run_rows<4>(row, first, last);
-            for (; row + 2 <= n; row += 2) problem.template run_rows<2>(row, first, last);
-            if (row < n) problem.template run_rows<1>(row, first, last);
+            if (row + 3 == n) problem.template run_rows<3>(row, first, last);
+            if (row + 2 == n) problem.template run_rows<2>(row, first, last);
+            if (row + 1 == n) problem.template run_rows<1>(row, first, last);
         }
     }
 }
