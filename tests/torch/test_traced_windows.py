@@ -102,7 +102,7 @@ def check_against_block_by_block(run, backbone: Backbone, exact: Backbone, calls
     most = most_rows(backbone)
 
     def ratios(seed: int) -> list[float]:
-        """Of our errors to those block by block, list by list; 0 if ours are of float32."""
+        """Of our errors to those block by block, list by list; 1 where ours are those of float32."""
         calls.num_windows.clear()
         ours = run(backbone, most, seed)
         num_at_once = len(calls.num_windows)
@@ -112,14 +112,14 @@ def check_against_block_by_block(run, backbone: Backbone, exact: Backbone, calls
             theirs, truth = run(backbone, most, seed), run(exact, most, seed)
         assert len(calls.num_windows) == num_at_once
         pairs = [(error(one, true), error(other, true)) for one, other, true in zip(ours, theirs, truth, strict=True)]
-        return [own / other if own > 1e-5 else 0.0 for own, other in pairs]
+        return [own / max(other, 1e-9) if own > 1e-5 else 1.0 for own, other in pairs]
 
-    # Ratios of single draws of rounding scatter by a quarter: where one is large, the average of four counts.
+    # Ratios of single draws of rounding scatter by a quarter: where one is large, the average of four counts, too.
     draws = [ratios(0)]
     if max(draws[0]) > 1.2:
         draws += [ratios(seed) for seed in (1, 2, 3)]
     for each in zip(*draws, strict=True):
-        assert geometric_mean([max(ratio, 1e-9) for ratio in each]) <= 1.2
+        assert geometric_mean(each) <= 1.2 and max(each) <= 1.6
 
 
 @pytest.mark.parametrize(("name", "head_dim", "dtype", "weights"), MODELS)

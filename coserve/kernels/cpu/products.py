@@ -40,13 +40,13 @@ _TILE_ELEMENTS = 1 << 21
 # Up to how many rows our own kernels without tiles multiply bfloat16 where PyTorch's product of more is faster: the one
 # in float32, and the one by pairs.
 _MOST_VECTOR_ROWS_NATIVE, _MOST_PAIR_ROWS = 16, 48
-# The same for float32 rows and weights.
-MOST_FLOAT32_ROWS = 128
-# Up to how many float32 rows of requests read a weight as it lies. A job's rows do not: by themselves, and among those
-# of other jobs, they then have the same sums.
-FEW_FLOAT32_ROWS = 4
 # The same for input gradients by pairs.
 _MOST_PAIR_GRADIENT_ROWS = 64
+# The same for float32 rows and weights; from how many outputs and inputs on, which leaves out the factors of a LoRA.
+MOST_FLOAT32_ROWS, _FEWEST_FLOAT32_COLUMNS = 128, 32
+# Up to how many float32 rows of a step without a job's rows read a weight as it lies, and sum along it. A job's rows
+# have the same sums by themselves and in any company.
+FEW_FLOAT32_ROWS = 4
 # From how many rows on a conversion pays for the products of gradients.
 _MIN_WIDE_ROWS = 16
 # Up to how many rows of each of several adapters a product from their rank is made by our own kernel, all in one call.
@@ -116,7 +116,7 @@ class CpuProducts:
         return y
 
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
-        """dx = dy W; grad [n, out], weight [out, in] -> [n, in]. Rounded once, unless bfloat16 is widened."""
+        """dx = dy W; grad [n, out], weight [out, in] -> [n, in]. Rounded once, unless it is added by `_added`."""
         if self._tiles is not None and (found := self._tiles.input_gradient(grad, weight, onto)) is not None:
             return found
         if self._fit_pairs(grad, weight, onto):
@@ -371,6 +371,8 @@ def fit_vectors(weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.
 
 def _are_few_float32_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if x.dtype != torch.float32 or not 0 < x.shape[0] <= MOST_FLOAT32_ROWS:
+        return False
+    if min(weight.shape) < _FEWEST_FLOAT32_COLUMNS:
         return False
     return x.stride(1) == 1 and fit_vectors(weight, bias, torch.float32)
 

@@ -20,6 +20,7 @@ STEP_NUMBERS = (
     *("num_rows", "memory", "num_threads", "num_paged_rows", "pages", "offsets", "table", "first_page", "lengths"),
     *("pieces", "num_pieces", "windows", "num_windows"),
     *("adapter_rows", "adapter_ends", "num_adapters", "num_places", "adapter_addresses"),
+    "few_rows",
 )
 # Of the memory for a step's rows; a line of the caches.
 ALIGNMENT = 64

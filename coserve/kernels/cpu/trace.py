@@ -17,7 +17,6 @@ from coserve.kernels.cpu import tile_products
 from coserve.kernels.cpu.adapters import many_rows
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.products import (
-    FEW_FLOAT32_ROWS,
     MOST_FLOAT32_ROWS,
     fit_vectors,
     kernel_for_few_int8_rows,
@@ -66,7 +65,7 @@ _WINDOWS = (step("windows"), step("num_windows"))
 
 class CpuTrace(Trace[PlainBackend]):
     """See `Trace`. The kernels are those that `CpuBackend` calls for the same, so results are equal to the last bit.
-    In float32, sums of up to `FEW_FLOAT32_ROWS` rows are made in another order.
+    In float32, up to `FEW_FLOAT32_ROWS` rows of requests alone are summed in another order.
 
     What it keeps by their addresses (weights, stores) must stay where it is.
     """
@@ -224,7 +223,7 @@ class _Tracer(PlainBackend):
         if not fit_vectors(weight, bias, self._trace.dtype):
             raise UntraceableError
         if not self._trace.is_bfloat16:
-            return self._product("float32_product", x, (weight,), bias, FEW_FLOAT32_ROWS, most_rows=MOST_FLOAT32_ROWS)
+            return self._product("float32_product", x, (weight,), bias, step("few_rows"), most_rows=MOST_FLOAT32_ROWS)
         if self._trace.kernels.has_tiles and tile_products.fit_weight(weight, bias):
             return self._product("product", x, (weight,), bias, most_rows=tile_products.MOST_ROWS)
         name, most_rows = kernel_for_few_rows(self._trace.kernels)
@@ -237,7 +236,7 @@ class _Tracer(PlainBackend):
         return self._product(name, x, (values, scales), bias, most_rows=most_rows)
 
     def _product(
-        self, kernel: str, x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None, *more: int, most_rows: int
+        self, kernel: str, x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None, *more: StepNumber, most_rows: int
     ) -> Tensor:
         trace, rows, (outer, inner) = self._trace, self._trace.rows(x), weight[0].shape
         if rows.width != inner or not all(tensor.is_contiguous() for tensor in weight):

@@ -11,6 +11,7 @@ from torch import Tensor
 from coserve.kernels.attention import Segment
 from coserve.kernels.cpu.attention import CpuAttentionBatch, has_room_for_tiles
 from coserve.kernels.cpu.compiled import Library
+from coserve.kernels.cpu.products import FEW_FLOAT32_ROWS
 from coserve.kernels.cpu.stand_ins import ALIGNMENT, MemorySlot
 from coserve.kernels.trace import (
     ANY_PROMPT_PAIRS,
@@ -127,6 +128,7 @@ class CpuCalls(TracedCalls):
         numbers.extend(x.data_ptr() for x in (step.pages, step.offsets, table, first_page, lengths))
         numbers.extend((pieces.buffer_info()[0], len(by_tiles), windows.address, len(step.windows)))
         numbers.extend(adapters)
+        numbers.append(0 if step.windows else FEW_FLOAT32_ROWS)
         numbers.extend(rows.data_ptr() for rows in inputs)
         written.kernels.run_calls(
             written.numbers.buffer_info()[0], len(written.names), numbers.buffer_info()[0], nanoseconds

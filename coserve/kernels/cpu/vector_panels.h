@@ -22,8 +22,8 @@ const i64 MOST_ROWS = 14;
 #else
 const i64 MOST_ROWS = 6;
 #endif
-// Terms of a block. A strip of it, 16 KiB, stays in the first cache; all rows of a chunk, and their sums for the
-// columns of a panel, stay in the second.
+// Terms of a block. A strip of it, 16 KiB, stays in the first cache; all rows of a chunk, or their sums for the columns
+// of a panel, in the second.
 const i64 DEPTH = 2048 / LANES, CHUNK = 256, PANEL = 14 * PAIR;
 
 // -- what is multiplied, arranged ---------------------------------------------------------
