@@ -372,9 +372,12 @@ def fit_vectors(weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.
 def _are_few_float32_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if x.dtype != torch.float32 or not 0 < x.shape[0] <= MOST_FLOAT32_ROWS:
         return False
-    if min(weight.shape) < _FEWEST_FLOAT32_COLUMNS:
-        return False
-    return x.stride(1) == 1 and fit_vectors(weight, bias, torch.float32)
+    return x.stride(1) == 1 and fit_float32(weight, bias)
+
+
+def fit_float32(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether our kernel for float32 is for a weight [out, in] and a bias."""
+    return min(weight.shape) >= _FEWEST_FLOAT32_COLUMNS and fit_vectors(weight, bias, torch.float32)
 
 
 def has_native_bf16(x: Tensor) -> bool:

@@ -18,6 +18,7 @@ from coserve.kernels.cpu.adapters import many_rows
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.products import (
     MOST_FLOAT32_ROWS,
+    fit_float32,
     fit_vectors,
     kernel_for_few_int8_rows,
     kernel_for_few_rows,
@@ -220,7 +221,7 @@ class _Tracer(PlainBackend):
         self._trace = trace
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not fit_vectors(weight, bias, self._trace.dtype):
+        if not (fit_vectors if self._trace.is_bfloat16 else fit_float32)(weight, bias):
             raise UntraceableError
         if not self._trace.is_bfloat16:
             return self._product("float32_product", x, (weight,), bias, step("few_rows"), most_rows=MOST_FLOAT32_ROWS)

@@ -10,6 +10,9 @@ from torch.nn.functional import logsigmoid
 from coserve.settings import check_number
 from coserve.tuning.objectives.base import Outcome, PairObjective, ScoredRows, halves, margin_metrics, per_row
 
+# Margins of less, in nats, are rounding: before its first step the policy is the reference, and prefers nothing.
+_TIE = 1e-4
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dpo(PairObjective):
@@ -34,7 +37,7 @@ class Dpo(PairObjective):
         return Outcome(
             gradient=per_row(rows, slope, -slope),
             loss=loss.sum(),
-            correct=(margin > 0).sum(),
+            correct=(margin > _TIE).sum(),
             count=len(margin),
             metrics=margin_metrics(chosen, rejected),
         )
