@@ -28,10 +28,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(rmtree, os.environ["TMPDIR"], ignore_errors=True)
     os.environ["COSERVE_HOME"] = mkdtemp(prefix="coserve-home-")
     atexit.register(rmtree, os.environ["COSERVE_HOME"], ignore_errors=True)
-    # Compiled kernels have a name that says what they were made of: those of the last run serve again.
-    KERNELS = Path(__file__).parents[1] / ".pytest_cache" / "kernels"
-    KERNELS.mkdir(parents=True, exist_ok=True)
-    (Path(os.environ["COSERVE_HOME"]) / "kernels").symlink_to(KERNELS)
+    # Their names say what they were made of, and measured with: those of the last run serve again.
+    for kept in ("kernels", "profiles"):
+        directory = Path(__file__).parents[1] / ".pytest_cache" / kept
+        directory.mkdir(parents=True, exist_ok=True)
+        (Path(os.environ["COSERVE_HOME"]) / kept).symlink_to(directory)
 # Commands print into pipes here, as wide as they do there; not as wide as the terminal that the tests run in.
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)

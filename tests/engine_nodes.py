@@ -1,6 +1,8 @@
 """A cluster of real engines in threads of this process, without Ray: nodes that train, answer, and die when told to."""
 
 import asyncio
+import errno
+import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster_nodes import READY, ScriptedNode, num_ready, until
-from engines import make_engine, word_tokenizer
+from engines import make_engine, watched, word_tokenizer
 from job_engine import World, world
 from msgspec.structs import replace
 
@@ -18,6 +20,8 @@ from coserve.cluster.messages import CommandBatch
 from coserve.cluster.node_paths import NodePaths
 from coserve.cluster.placement import make_placement
 from coserve.cluster.scheduler import ClusterScheduler
+from coserve.devices.job_messages import WriteCheckpoint
+from coserve.devices.messages import Command
 from coserve.engine.engine import Engine
 from coserve.jobs.remote_files import RemoteFiles, shared_files
 from coserve.jobs.shared_files import SharedFiles
@@ -61,13 +65,14 @@ class Away:
 
 
 class EngineNode(ScriptedNode):
-    """Implements `NodeCalls`: each session has a fresh engine, in a thread of its own."""
+    """Implements `NodeCalls`: each session has a fresh engine, in a thread of its own. has_room: on its disk."""
 
     def __init__(self, make: Callable[[], Engine], away: "Away | None" = None) -> None:
         """away: from the front's disk (None: it is here, too)."""
         super().__init__()
         self._make, self._away = make, away
         self.engine: Engine | None = None
+        self.has_room = True
         self._socket: _Socket | None = None
         self._threads: list[threading.Thread] = []
 
@@ -75,6 +80,7 @@ class EngineNode(ScriptedNode):
         self._check()
         self.kill_engine()
         self.engine = engine = self._make()
+        watched(engine).refuse = self._refuse_to_write
         self.ready = replace(READY, num_pages=engine.device.info.num_pages)
         loop = asyncio.get_running_loop()
 
@@ -95,6 +101,10 @@ class EngineNode(ScriptedNode):
             command = decode_command(each)
             self.commands.append(command)
             self._socket.commands.put(each if self._away is None else encode(self._away.paths.here(command)))
+
+    def _refuse_to_write(self, command: Command) -> None:
+        if not self.has_room and isinstance(command, WriteCheckpoint):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _say(self, session: str, report: bytes) -> None:
         if session == self.session:

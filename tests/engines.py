@@ -77,7 +77,8 @@ def _profile(name: str, hardware: Hardware) -> Any:
 class WatchedDevice:
     """A device as it is, what it was told and said, and failures on demand.
 
-    versions: that it holds now. fail: says of a step, before it runs, what it fails of (None: nothing).
+    versions: that it holds now. fail: says of a step, before it runs, what it fails of (None: nothing). refuse: called
+    with each other command before it is done; raises what it fails of.
     """
 
     def __init__(self, device: Device, clock: Clock) -> None:
@@ -87,10 +88,12 @@ class WatchedDevice:
         self.batches: list[StepBatch] = []
         self.results: list[StepResult] = []
         self.fail: Callable[[StepBatch], StepFailure | None] = lambda batch: None
+        self.refuse: Callable[[Command], None] = lambda command: None
         self._failed: StepResult | None = None
         self._new_pages: dict[str, tuple[int, ...]] = {}  # told in steps that failed before the device saw them
 
     def execute(self, command: Command) -> Reply:
+        self.refuse(command)
         reply = self.inner.execute(command)
         self._note(command)
         return reply

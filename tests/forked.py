@@ -15,12 +15,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        *("coserve.cli.main", "coserve.cli.commands.up", "coserve.server.serve"),
-        *("transformers.models.auto.tokenization_auto", "transformers.models.llama.configuration_llama"),
-    ]
-)
+_MODULES = [
+    *("coserve.cli.main", "coserve.cli.commands.up", "coserve.server.serve"),
+    *("transformers.models.auto.tokenization_auto", "transformers.models.llama.configuration_llama"),
+]
+_CONTEXT.set_forkserver_preload(_MODULES)
+
+
+def preload(*modules: str) -> None:
+    """Have these imported, too, before the first command."""
+    _CONTEXT.set_forkserver_preload([*_MODULES, *modules])
 
 
 class ForkedCommand:

@@ -29,6 +29,8 @@ from coserve.server.home_lock import lock_home
 
 # How often Ray Serve looks whether the front lives.
 _HEALTH_S = 1.0
+# Nobody may be there to try again, and what the front needs may come later.
+_MOST_STARTS = 10
 
 
 class FrontRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
@@ -136,7 +138,8 @@ def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float],
             "or --host"
         ) from None
     try:
-        serve.run(application(config, placement, resources, num_fronts), name=APPLICATION, route_prefix="/")
+        front = application(config, placement, resources, num_fronts, most_starts=1)  # somebody reads what is wrong
+        serve.run(front, name=APPLICATION, route_prefix="/")
     except SILENT as error:
         reason = front_error() or first_line(error)
         tell_nothing_served()
@@ -145,8 +148,12 @@ def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float],
         raise ClusterError(f"the front cannot start: {reason}") from None
 
 
-def application(config: ServerConfig, placement: str, resources: dict[str, float], num_fronts: int) -> Any:
-    """The front, for Ray Serve. resources: of Ray's, that each of the fronts needs."""
+def application(
+    config: ServerConfig, placement: str, resources: dict[str, float], num_fronts: int, most_starts: int = _MOST_STARTS
+) -> Any:
+    """The front, for Ray Serve. resources: of Ray's, that each of the fronts needs. most_starts: that may fail before
+    any has succeeded; it is given up then.
+    """
     front = serve.deployment(
         serve.ingress()(FrontApplication),
         name=FRONT,
@@ -158,7 +165,7 @@ def application(config: ServerConfig, placement: str, resources: dict[str, float
             request_router_class=FrontRouter, request_routing_stats_period_s=_HEALTH_S
         ),
         graceful_shutdown_timeout_s=config.drain_s + STOP_S,
-        max_constructor_retry_count=2,
+        max_constructor_retry_count=most_starts,
     )
     return front.bind(config, placement, num_fronts)
 

@@ -4,13 +4,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cluster.ray_world import RayWorld, ray_world
+from cluster.ray_world import RayWorld, ray_head, ray_world
 
 
 @pytest.fixture(scope="package")
-def world(tmp_path_factory: pytest.TempPathFactory, engine: Any) -> Iterator[RayWorld]:
+def head() -> Iterator[Any]:
+    """Ray's; machines come and go."""
+    with ray_head() as found:
+        yield found
+
+
+@pytest.fixture(scope="package")
+def world(tmp_path_factory: pytest.TempPathFactory, head: Any, engine: Any) -> Iterator[RayWorld]:
     """engine: has measured the machine, which else each node does, all at once."""
-    with ray_world(tmp_path_factory.mktemp("home")) as found:
+    with ray_world(head, tmp_path_factory.mktemp("home")) as found:
         yield found
 
 

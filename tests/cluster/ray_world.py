@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from certificates import make_certificate
+from forked import preload
 from openai import DefaultHttpxClient, OpenAI
 
 from coserve.home import share_measurements
@@ -71,6 +72,13 @@ class RayWorld:
             own = {"COSERVE_HOME": str(home)}
         self._num_machines += 1
         self.machines.append(self.cluster.add_node(num_cpus=1, resources={DEVICE: 1}, env_vars=own))
+
+    def remove_machines(self) -> None:
+        """All of them, at the end."""
+        for machine in self.machines:
+            self.cluster.remove_node(machine)
+        self.machines.clear()
+        self.until(lambda: sum(each["Alive"] for each in self.members_of_ray()) == 1)
 
     # -- questions ----------------------------------------------------------------------
 
@@ -234,7 +242,30 @@ def write_keys(path: Path, key: str) -> None:
 
 
 @contextmanager
+def ray_head() -> Iterator[Any]:
+    """A cluster of Ray's without devices, which this process asks, and commands."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    preload("coserve.cluster.ray_front")
+    from ray.cluster_utils import Cluster
+
+    from coserve.cluster import on_ray
+    from coserve.cluster.ray_machine import RAY_SETTINGS
+
+    os.environ.update(RAY_SETTINGS)
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "resources": HEAD, "include_dashboard": False}
+    )
+    try:
+        on_ray.connect(cluster.address)
+        yield cluster
+    finally:
+        on_ray.disconnect()
+        cluster.shutdown()
+
+
+@contextmanager
 def ray_world(
+    cluster: Any,
     home: Path,
     num_machines: int = 3,
     *,
@@ -243,33 +274,25 @@ def ray_world(
     num_fronts: int = NUM_FRONTS,
     **settings: Any,
 ) -> Iterator[RayWorld]:
-    """All nodes ready. placement: takes turns for tests that ask all nodes by asking as often. homes: of machines."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    from ray.cluster_utils import Cluster
-
+    """All nodes ready, on machines that the cluster of a `ray_head` has for as long. placement: takes turns for tests
+    that ask all nodes by asking as often. homes: of machines.
+    """
     from coserve.cluster import on_ray, ray_front
-    from coserve.cluster.ray_machine import RAY_SETTINGS
 
-    os.environ.update(RAY_SETTINGS)
     usual: dict[str, Any] = {"model": "tiny", "dtype": "float32", "memory_bytes": 16_000_000, "device": "cpu"}
     config = ServerConfig(**usual | {"home": str(home), "port": free_port(), "tpot_s": 1.0, "ttft_s": 5.0} | settings)
     cert, key = make_certificate(home)
     write_keys(home / "keys.toml", KEY)
     tls: dict[str, Any] = {"ssl_certfile": str(cert), "ssl_keyfile": str(key), "api_keys_file": str(home / "keys.toml")}
     config = replace(config, **tls)
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "resources": HEAD, "include_dashboard": False}
-    )
+    world = RayWorld(cluster, config, homes)
     try:
-        world = RayWorld(cluster, config, homes)
         for _ in range(num_machines):
             world.add_machine()
-        on_ray.connect(cluster.address)
         ray_front.deploy(config, placement, resources={"coserve_head": 0.01}, num_fronts=num_fronts)
         on_ray.wait_for_nodes(lambda: False)
         yield world
         world.close()
         on_ray.undeploy()
     finally:
-        on_ray.disconnect()
-        cluster.shutdown()
+        world.remove_machines()

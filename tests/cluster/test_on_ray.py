@@ -282,11 +282,12 @@ def test_nothing_is_lost_when_engines_actors_machines_and_the_front_are_killed(w
                 world.until(partial(world.has_recovered, lives))
                 took.setdefault(kill.__name__, []).append(time.monotonic() - start_s)
                 print(f"{kill.__name__}: {took[kill.__name__][-1]:.1f} s", flush=True)
-            done = [finished(world, id) for id in jobs]
+            world.until(partial(streams.has_more_than, streams.num_whole + NUM_STREAMS))
         finally:
             streams.end()
         for each in reading:
             each.result()
+    done = [finished(world, id) for id in jobs]
     assert streams.wrong == []
     assert streams.unclear() == []
     assert streams.num_whole > NUM_STREAMS

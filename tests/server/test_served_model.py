@@ -34,7 +34,7 @@ def test_a_front_that_cannot_start_says_why_though_ray_is_gone(monkeypatch: pyte
         raise RpcError("failed to connect to all addresses")
 
     monkeypatch.setattr(ray_front, "serve", SimpleNamespace(start=lambda **_: None, run=fail))
-    monkeypatch.setattr(ray_front, "application", lambda *_: None)
+    monkeypatch.setattr(ray_front, "application", lambda *_, **__: None)
     monkeypatch.setattr(on_ray, "tell_served", gone)
     with pytest.raises(ClusterError, match="the front cannot start: there is no memory left"):
         ray_front.deploy(ServerConfig(), "round-robin", resources={})

@@ -1,5 +1,5 @@
-"""A storm on a cluster: real engines in threads of this process, which join, leave and die while jobs begin, rest, move
-and are cancelled, and clients ask; then calm, in which everything comes to its end and is looked at.
+"""A storm on a cluster: real engines in threads of this process, which join, leave and die, and whose disks are full at
+times, while jobs begin, rest, move and are cancelled, and clients ask; then calm, in which everything comes to its end and is looked at.
 
 What is drawn follows from the seed alone; when threads and tasks take their turns does not, so that a seed gives a
 similar storm each time and not the same.
@@ -22,7 +22,7 @@ from engines import greedy, prompts_of
 from job_data import DATA, adapter_in, distance, steps_of
 from job_engine import TENANT, world
 
-from coserve.errors import CoserveError, EngineGoneError
+from coserve.errors import AdapterError, CoserveError, EngineGoneError
 from coserve.jobs.records import AdapterRef, JobRecord
 
 NUM_NODES, NUM_TOKENS, MOST_JOBS, NUM_ACTIONS = 3, 8, 4, 300
@@ -43,6 +43,8 @@ WEIGHTS = {
     "drain": 0.7,
     "die": 1.0,
     "come_back": 2.0,
+    "fill_disk": 0.7,
+    "empty_disk": 1.0,
     "ask": 10.0,
     "pass_by": 12.0,
 }
@@ -126,6 +128,7 @@ class ClusterStorm:
             await getattr(self, f"_{name}")()
         for node in self._made.nodes.values():
             node.live()
+            node.has_room = True
         await self._all("requests end", [*self._clients])
         await self._all("what was asked for is answered", [*self._changes])
         for number, node in enumerate(self._made.nodes.values()):
@@ -220,6 +223,13 @@ class ClusterStorm:
                 node.live()
                 return
 
+    async def _fill_disk(self) -> None:
+        self._random.choice(list(self._made.nodes.values())).has_room = False
+
+    async def _empty_disk(self) -> None:
+        for node in self._made.nodes.values():
+            node.has_room = True
+
     async def _ask(self) -> None:
         """The base model; what a job has made; or what one that is under way has served last."""
         self._num_asked += 1
@@ -254,6 +264,11 @@ class ClusterStorm:
         except EngineGoneError as error:
             self.done["requests: lost"] += 1
             if not LOST.fullmatch(str(error)):
+                self.broken.append(f"request {id}, {adapter}, ended with {error}")
+            return
+        except AdapterError as error:
+            self.done["requests: its adapter is gone"] += 1
+            if not any(self._made.world.job(job).name == adapter.name for job in self._cancelled):
                 self.broken.append(f"request {id}, {adapter}, ended with {error}")
             return
         finally:
