@@ -1,5 +1,5 @@
 """What commands ask of a cluster, and of its front, which `ray_front` deploys. Ray is touched here, there, in
-`ray_machine`, `ray_nodes` and `node_actor` alone.
+`ray_router`, `ray_machine`, `ray_nodes` and `node_actor` alone.
 
 Importing this does not import PyTorch, nor what a front runs: a command that only asks begins at once.
 """

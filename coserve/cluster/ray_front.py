@@ -13,15 +13,16 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.context import _get_global_client
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from coserve.cluster.front import DEFAULT_PLACEMENT, Front, check_config, node_settings
+from coserve.cluster.front_choice import ANSWERS
 from coserve.cluster.node_checks import NodeChecks
 from coserve.cluster.on_ray import APPLICATION, FRONT, SILENT, STOP_S, tell_nothing_served
 from coserve.cluster.ray_errors import first_line, last_words
 from coserve.cluster.ray_machine import Served, tell_served
 from coserve.cluster.ray_nodes import RayNodes
-from coserve.cluster.standby import ANSWERS, StandbyFront, choose_front
+from coserve.cluster.ray_router import FrontRouter
+from coserve.cluster.standby import StandbyFront
 from coserve.errors import ClusterError, FrontSilentError
 from coserve.logs import configure_logs
 from coserve.server.config import ServerConfig
@@ -31,17 +32,6 @@ from coserve.server.home_lock import lock_home
 _HEALTH_S = 1.0
 # Nobody may be there to try again, and what the front needs may come later.
 _MOST_STARTS = 10
-
-
-class FrontRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Has Ray Serve give every request, and every call, to the front that answers."""
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        if pending_request is not None:  # where nobody answers, Ray asks again after a while, and not at once forever
-            pending_request.routing_context.should_backoff = True
-        return [choose_front({replica: replica.routing_stats for replica in candidate_replicas})]
 
 
 class FrontApplication:

@@ -7,20 +7,16 @@ the same nodes, wait in the same order and are held to the same limits.
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from contextlib import suppress
 from math import inf
-from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coserve.cluster.dead_fronts import refuse
 from coserve.cluster.front import Front
+from coserve.cluster.front_choice import ANSWERS
 
 _log = logging.getLogger(__name__)
-
-# In what a front says of itself to those who choose one.
-ANSWERS = "answers"
 
 
 class StandbyFront:
@@ -83,11 +79,3 @@ class StandbyFront:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await refuse("This front stands by for another: try again in a few seconds.", scope, receive, send)
-
-
-def choose_front(said: Mapping[Any, Mapping[str, Any]]) -> list[Any]:
-    """Of fronts, by what each last said of itself, those that a request may go to: the one that answers; none while
-    nobody does. One that is alone and has said nothing yet has no others to wait for.
-    """
-    is_alone = len(said) == 1
-    return [front for front, stats in said.items() if stats.get(ANSWERS, is_alone)]

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve.cli.main import app
-from coserve.cluster.standby import ANSWERS
+from coserve.cluster.front_choice import ANSWERS
 from coserve.errors import ClusterError
 from coserve.server.config import ServerConfig
 
@@ -98,9 +98,11 @@ def test_a_front_can_be_started_where_one_is_gone_that_could_not_take_its_word_b
     assert "serves gone already" in str(CliRunner().invoke(app, [*arguments, "1"]).exception)
 
 
-def test_commands_that_ask_a_cluster_start_without_torch():
+@pytest.mark.parametrize("module", ["on_ray", "ray_router"])
+def test_commands_that_ask_a_cluster_and_its_http_servers_start_without_torch(module: str):
     code = (
-        "import sys, coserve.cluster.on_ray; print(sorted({'torch', 'transformers', 'sqlalchemy'} & set(sys.modules)))"
+        f"import sys, coserve.cluster.{module}; "
+        "print(sorted({'torch', 'transformers', 'sqlalchemy'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

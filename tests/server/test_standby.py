@@ -12,8 +12,9 @@ from served import model_directory
 
 from coserve.cluster.dead_fronts import http_middlewares
 from coserve.cluster.front import Front, node_settings
+from coserve.cluster.front_choice import choose_front
 from coserve.cluster.messages import settings_digest
-from coserve.cluster.standby import StandbyFront, choose_front
+from coserve.cluster.standby import StandbyFront
 from coserve.errors import EngineGoneError, StoreError
 from coserve.server.config import ServerConfig
 from coserve.worker.protocol import AddRequest, PauseJob

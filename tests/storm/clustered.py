@@ -1,5 +1,6 @@
 """A storm on a cluster: real engines in threads of this process, which join, leave and die, and whose disks are full at
-times, while jobs begin, rest, move and are cancelled, and clients ask; then calm, in which everything comes to its end and is looked at.
+times, while jobs begin, rest, move and are cancelled, and clients ask; then calm, in which everything comes to its end
+and is looked at.
 
 What is drawn follows from the seed alone; when threads and tasks take their turns does not, so that a seed gives a
 similar storm each time and not the same.
