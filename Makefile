@@ -4,6 +4,9 @@ BIN := $(VENV)/bin
 # A process for each core, each with one thread: they would wait for one another otherwise.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
+# Tests start many processes: what these import is compiled once.
+export PYTHONDONTWRITEBYTECODE :=
+
 CPP := $(shell find coserve -name '*.cpp' -o -name '*.h')
 
 .PHONY: setup demo test test-amx test-triton test-long test-browser test-cluster test-clients fuzz storm check lint docs format hooks clean
