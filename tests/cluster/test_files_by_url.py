@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-def test_a_job_resumes_on_another_machine_by_the_url_and_those_that_are_left_serve_what_it_made(tmp_path: Path, head, engine):
+def test_a_job_resumes_on_another_machine_by_the_url_and_two_serve_what_it_made(tmp_path: Path, head, engine):
     home, homes = tmp_path / "home", tmp_path / "homes"
     home.mkdir()
     with (

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from front_server import AS_FRONT
+from lengths import long_but
 from openai import OpenAI
 from served import Served, adapter_root, serving
 
@@ -26,7 +27,7 @@ def served(device_server: Served) -> Served:
     return device_server
 
 
-@pytest.fixture(params=["device_server", "front_server"])
+@pytest.fixture(params=long_but("device_server", of=["device_server", "front_server"]))
 def either_server(request: pytest.FixtureRequest) -> Served:
     found: Served = request.getfixturevalue(request.param)
     return found

@@ -11,6 +11,7 @@ from divided import EXTENSION, NUM_STEPS, STRATEGIES, finished, losses, run
 from engine_nodes import ClusterWorld, cluster_world, small_engine
 from job_data import DATA, adapter_in, distance, steps_of
 from job_engine import World, world
+from lengths import long_but
 
 from coserve.devices.job_messages import PublishVersion, TakeContribution
 from coserve.devices.messages import SaveAdapter
@@ -82,7 +83,7 @@ class Versions:
         }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but("synchronous", of=STRATEGIES))
 def test_a_version_is_the_same_on_every_node_and_all_end_with_the_same(tmp_path: Path, strategy: str):
     versions = Versions(tmp_path / "versions")
 
@@ -104,7 +105,7 @@ def test_a_version_is_the_same_on_every_node_and_all_end_with_the_same(tmp_path:
     assert set(found) >= ({*range(1, 10)} if strategy == "synchronous" else {4, 8, 9})
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but("synchronous", of=STRATEGIES))
 def test_a_node_that_dies_loses_nothing_and_no_example_is_used_twice(tmp_path: Path, strategy: str):
     async def test() -> Any:
         async with cluster_world(tmp_path / "home") as made:
@@ -123,7 +124,7 @@ def test_a_node_that_dies_loses_nothing_and_no_example_is_used_twice(tmp_path: P
         assert distance(learned[36], alone[36]) < 1e-4
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", long_but("synchronous", of=STRATEGIES))
 def test_jobs_rest_move_and_end_with_all_their_nodes(tmp_path: Path, strategy: str):
     async def test() -> None:
         async with cluster_world(tmp_path) as made:

@@ -1,7 +1,6 @@
 """Data-parallel jobs of every kind on real engines: each objective, and full fine-tuning of the weights that serve."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from engine_nodes import ClusterWorld, EngineNode, cluster_world
 from engines import watched
 from job_data import DATA, distance
 from job_engine import World, world
+from lengths import long_but
 from safetensors.torch import load_file
 from support import model_directory
 from torch import Tensor
@@ -54,11 +54,6 @@ async def create(made: World, objective: str, *, epochs: int = 3, **extension: A
         objective=objective,
         seed=4,
     )
-
-
-# One of each kind with every change, all of them with `make test-long`.
-def long_but(*short: str, of: Iterable[str]) -> list[Any]:
-    return [each if each in short else pytest.param(each, marks=pytest.mark.long) for each in of]
 
 
 @pytest.mark.parametrize("objective", long_but("dpo", of=OBJECTIVES))
@@ -171,7 +166,7 @@ def test_nodes_that_go_their_own_ways_end_with_the_same_weights(tmp_path: Path, 
     assert sum(losses(events)[-3:]) < 0.75 * sum(losses(events)[:3])
 
 
-@pytest.mark.parametrize("at", ["before it has a checkpoint", "after that"])
+@pytest.mark.parametrize("at", long_but("after that", of=["before it has a checkpoint", "after that"]))
 @pytest.mark.parametrize("strategy", long_but("asynchronous", of=STRATEGIES))
 def test_a_node_that_dies_takes_no_weights_with_it(tmp_path: Path, own_weights: None, strategy: str, at: str):
     has_checkpoint = at == "after that"

@@ -10,6 +10,7 @@ import openai
 import pyarrow
 import pytest
 from front_server import AS_FRONT
+from lengths import long_but
 from pyarrow import parquet
 from served import serving
 
@@ -19,7 +20,7 @@ ADAPTER = {"type": "lora", "r": 4, "alpha": 8, "target_modules": ["q_proj", "v_p
 QUICK = {"adapter": ADAPTER, "optimizer": {"learning_rate": 1e-2}, "checkpoint_every_steps": 4}
 
 
-@pytest.fixture(scope="module", params=["", AS_FRONT], ids=["device", "front"])
+@pytest.fixture(scope="module", params=long_but("", of=["", AS_FRONT]), ids=["device", "front"])
 def served(request):
     options = "--api-key", "one=key-1", "--api-key", "two=key-2", "--max-upload", "1MB"
     with serving(*options, before=request.param) as served:
@@ -419,7 +420,7 @@ def test_preferences_are_learned_and_margins_shown(served, client):
     assert margins[-1] > 0.5, "what is preferred has become likelier"
 
 
-@pytest.mark.parametrize("metric", ["exact_match", "json_match"])
+@pytest.mark.parametrize("metric", long_but("exact_match", of=["exact_match", "json_match"]))
 def test_answers_to_the_validation_file_are_judged(metric, served, client):
     """By what a client gets of the same checkpoints; the figures are in events, checkpoints and the result file."""
     answers = (("Hello", "1"), ("quick", "[2]"), ("weights", '"x"'), ("learns", "null"))

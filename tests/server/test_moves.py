@@ -19,6 +19,7 @@ from engine_nodes import ClusterWorld, cluster_world, small_engine
 from engines import greedy, prompts_of
 from job_data import DATA, steps_of
 from job_engine import TENANT
+from lengths import long_but
 
 from coserve.devices.job_messages import PublishVersion
 from coserve.devices.messages import SaveAdapter
@@ -174,6 +175,7 @@ class Clients:
         return tuple(token for chunk in chunks for token in chunk.tokens)
 
 
+@pytest.mark.long
 def test_every_nodes_answers_are_a_single_engines_while_a_live_job_moves_and_nodes_leave_and_die(tmp_path: Path):
     versions = PublishedVersions(tmp_path / "versions")
 
@@ -226,7 +228,7 @@ def test_every_nodes_answers_are_a_single_engines_while_a_live_job_moves_and_nod
     run(test)
 
 
-@pytest.mark.parametrize("has_older", [False, True])
+@pytest.mark.parametrize("has_older", long_but(True, of=[False, True]))
 def test_every_step_is_there_once_when_the_checkpoint_of_a_node_that_leaves_cannot_be_written(
     tmp_path: Path, has_older: bool
 ):

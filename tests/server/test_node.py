@@ -4,6 +4,8 @@ import asyncio
 import shutil
 from pathlib import Path
 
+import pytest
+
 from coserve import Engine
 from coserve.cluster.messages import NodeSettings, NodeStatus, decode_node_report, settings_digest
 from coserve.cluster.node import Node
@@ -16,6 +18,7 @@ from coserve.worker.protocol import EngineSettings, Ready
 CONFIG = EngineConfig(memory_bytes=16_000_000)
 
 
+@pytest.mark.long
 def test_an_engine_that_lacks_its_model_starts_when_it_comes(tmp_path: Path):
     directory = tmp_path / "model"
     directory.mkdir()

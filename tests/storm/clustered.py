@@ -269,7 +269,7 @@ class ClusterStorm:
             return
         except AdapterError as error:
             self.done["requests: its adapter is gone"] += 1
-            if not any(self._made.world.job(job).name == adapter.name for job in self._cancelled):
+            if adapter is None or adapter.name not in {self._made.world.job(job).name for job in self._cancelled}:
                 self.broken.append(f"request {id}, {adapter}, ended with {error}")
             return
         finally:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lengths import long_but
 
 from coserve.kernels import find_backend
 from coserve.kernels.attention import AttentionSpec, Segment
@@ -402,7 +403,7 @@ def vector_input_gradient(grad, weight, num_threads):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("num_threads", [1, 2, 5, 8])
+@pytest.mark.parametrize("num_threads", long_but(1, 5, of=[1, 2, 5, 8]))
 @pytest.mark.parametrize(
     ("inner", "outer"), [(1, 1), (24, 90), (37, 41), (45, 2), (129, 64), (300, 31), (128, 475), (475, 128), (900, 65)]
 )
@@ -693,6 +694,7 @@ def afresh(monkeypatch, tmp_path):
     compiled.compiled_kernels.cache_clear()
 
 
+@pytest.mark.long
 @needs_kernels
 def test_kernels_are_compiled_once_and_kept(afresh, tmp_path):
     assert compiled.compiled_kernels() is not None
@@ -818,6 +820,7 @@ def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_lo
     assert type(find_backend(DEVICE)) is PlainBackend
 
 
+@pytest.mark.long
 @needs_kernels
 def test_flags_of_ones_own_make_other_kernels_and_other_profiles(afresh, caplog):
     afresh.delenv("COSERVE_CXXFLAGS", raising=False)

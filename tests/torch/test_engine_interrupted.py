@@ -18,6 +18,7 @@ from engines import (
     tokens_by_request,
     watched,
 )
+from lengths import long_but
 from safetensors.torch import load_file
 from support import RaisingMode
 
@@ -98,7 +99,7 @@ def interrupted_once(engine: Engine, method: str, at: Callable[[Any], bool], *, 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("method", ["submit", "collect"])
-@pytest.mark.parametrize("piece", ["windows", "losses", "tasklets"])
+@pytest.mark.parametrize("piece", long_but("tasklets", of=["windows", "losses", "tasklets"]))
 def test_a_job_makes_the_same_adapter_wherever_a_step_of_its_packs_was_interrupted(method, piece, after, tmp_path):
     """Also where the pack was done in that step, so that its gradients had been computed."""
     plain = make_engine()
@@ -162,7 +163,7 @@ def undisturbed(tmp_path_factory):
     return parameters(engine, "mine", tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("after", long_but(True, of=[False, True]), ids=["before", "after"])
 @pytest.mark.parametrize(
     "kind", [*MAKES, BeginPack, DropPack, CloseTrainer, DropTrainer, DropVersion], ids=lambda kind: kind.__name__
 )

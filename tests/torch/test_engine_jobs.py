@@ -22,6 +22,7 @@ from engines import (
     watched,
     word_tokenizer,
 )
+from lengths import long_but
 from peft import PeftModel
 from random_plans import random_policy
 from safetensors.torch import load_file
@@ -169,7 +170,7 @@ def undisturbed(tmp_path_factory):
     return saved(engine, "mine", directory), [event.loss for event in of_kind(events, "step")]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", long_but(0, of=range(2)))
 def test_a_job_ends_the_same_under_any_plan_in_any_company(seed, undisturbed, tmp_path):
     """Traffic on a small pool, packs dropped, requests preempted, tiny windows, another job, pauses."""
     rng, engine = Random(seed), make_engine(num_pages=105)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engines import examples_of, make_engine
 from family_configs import MORE_CONFIGS
+from lengths import long_but
 from peft import PeftModel
 from peft_training import train_by_autograd
 from safetensors.torch import load_file
@@ -66,12 +67,7 @@ def targets_of(name):
     return sorted(each for each in own if not is_taken or not each.endswith(("gate_proj", "up_proj", "down_proj")))
 
 
-def some(names, *, of):
-    """These for everybody, the others for who has time."""
-    return [pytest.param(name, marks=() if name in of else pytest.mark.long) for name in names]
-
-
-BACKENDS = some(names_for(torch.device("cpu")), of={"cpu"})
+BACKENDS = long_but("cpu", of=names_for(torch.device("cpu")))
 
 
 def our_logits(backbone, tokens, bypasses=None):
@@ -163,7 +159,7 @@ EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss", "qwen3.5-moe", "qwen3-next"])
-@pytest.mark.parametrize("targets", [EXPERTS, EXPERTS[:1], EXPERTS[1:]])
+@pytest.mark.parametrize("targets", long_but(EXPERTS, of=[EXPERTS, EXPERTS[:1], EXPERTS[1:]]))
 def test_a_lora_at_experts_is_pefts(name, targets, tmp_path):
     model, adapter = fresh_peft_twin(name, target_modules=["q_proj"], target_parameters=list(targets))
     assert any("experts" in each for each in adapter.masters)
@@ -190,7 +186,9 @@ def test_experts_that_are_not_there_are_named():
         Adapter(make_backbone("phi3"), LoraConfig(target_modules=("o_proj",), target_parameters=("experts",)))
 
 
-@pytest.mark.parametrize("name", some(MORE_CONFIGS, of={"gpt2", "falcon-new", "gemma2", "phi3", "mixtral", "gpt-oss"}))
+@pytest.mark.parametrize(
+    "name", long_but("gpt2", "falcon-new", "gemma2", "phi3", "mixtral", "gpt-oss", of=MORE_CONFIGS)
+)
 def test_int8_weights_give_the_logits_of_what_they_stand_for(name):
     backbone = load_backbone(str(model_directory(name)), dtype="float32", weights="int8")
     model, architecture = make_model(name), backbone.architecture

@@ -39,6 +39,7 @@ def gradients_of(
     return training.gradients
 
 
+@pytest.mark.long
 def test_training_in_windows_of_any_size_gives_autograds_gradients():
     model, adapter = fresh_peft_twin("qwen3.5")
     whole = gradients_of(adapter, 1000, 1000)

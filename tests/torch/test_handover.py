@@ -24,6 +24,7 @@ from engines import (
     tokens_by_request,
     watched,
 )
+from lengths import long_but
 from random_plans import random_policy
 from support import make_backbone, random_tokens
 
@@ -270,7 +271,7 @@ def test_prompts_that_are_cheaper_to_compute_than_to_copy_stay_here(tmp_path):
     assert (cheap.counts(), by_length.counts(), fast_bus.counts()) == ((0, 0), (2, 0), (1, 0))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", long_but(0, of=range(4)))
 def test_tokens_are_the_same_under_any_plan(tmp_path, seed):
     """On both sides: too few pages, a job here that takes them, adapters, shared prefixes, requests that end early, a
     prefill instance that dies and comes back, or stands still.

@@ -266,6 +266,7 @@ def test_paged_and_contiguous_caches_give_exactly_the_same():
         assert torch.equal(ours, forward(cache.backbone, [plain.extend(tokens[start:end])]))
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**20))
 def test_a_storm_of_requests_conserves_pages_and_never_mixes_them_up(seed):

@@ -17,6 +17,7 @@ from engines import (
     tokens_by_request,
     watched,
 )
+from lengths import long_but
 from safetensors.torch import load_file
 
 from coserve.adapters import LoraConfig
@@ -72,8 +73,8 @@ def interrupt_moves(engine: Engine, when: str, times: int = 2) -> list[Command]:
     return calls
 
 
-@pytest.mark.parametrize("interrupted", ["", "before", "after", "no memory"])
-@pytest.mark.parametrize("num_host_pages", [0, 200])
+@pytest.mark.parametrize("interrupted", long_but("", "after", of=["", "before", "after", "no memory"]))
+@pytest.mark.parametrize("num_host_pages", long_but(200, of=[0, 200]))
 def test_requests_continue_in_other_pages_beside_the_pack_that_has_theirs(num_host_pages, interrupted, tmp_path):
     """Every second of the requests that grew side by side is over: what is left of them lies in every second page."""
     alone = make_engine()

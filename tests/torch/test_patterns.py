@@ -137,6 +137,7 @@ def test_ranks_by_pattern_are_pefts(patterns):
         assert config.scaling(module) == 1.0
 
 
+@pytest.mark.long
 def test_no_pattern_hangs():
     """In a process of its own, which ends; with an engine that backtracks it never would."""
     settings_ = ["target_modules", "exclude_modules", "layers_pattern", "rank_pattern"]

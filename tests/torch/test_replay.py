@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from engines import BLOCK, WatchedDevice, adapter_directory, examples_of, greedy, prompts_of
+from lengths import long_but
 from support import make_backbone
 from typer.testing import CliRunner
 
@@ -148,7 +149,7 @@ def run_again(file: Path, *options: str) -> tuple[int, dict, str]:
     return result.exit_code, json.loads(result.stdout.splitlines()[-1]), result.stderr
 
 
-@pytest.mark.parametrize("device", ["torch", "process"])
+@pytest.mark.parametrize("device", long_but("torch", of=["torch", "process"]))
 def test_on_torch_tokens_and_losses_are_the_same(recording, device):
     status, report, _ = run_again(recording, "--device", device)
     _, lines = read_recording(recording)

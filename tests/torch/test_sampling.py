@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lengths import long_but
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -119,7 +120,7 @@ def test_top_p_of_flat_and_peaked_rows_is_what_sorting_gives(monkeypatch, spread
 
 
 @pytest.mark.parametrize("spread", [0.3, 3])
-@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("num_threads", long_but(3, of=[1, 3]))
 def test_every_backend_draws_the_same_tokens(backend, spread, num_threads):
     """Of a large vocabulary, in full and in half precision; a row's draw is that of the row alone."""
     scores = rnd(12, 50_021) * spread

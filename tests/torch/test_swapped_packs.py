@@ -20,6 +20,7 @@ from engines import (
     tokens_by_request,
     watched,
 )
+from lengths import long_but
 from random_plans import random_policy
 from safetensors.torch import load_file
 
@@ -90,7 +91,7 @@ def use_other_pages(engine: Engine, rng: Random) -> None:
     assert got == {request: expected_tokens(prompt, 3) for request, prompt in prompts.items()}
 
 
-@pytest.mark.parametrize("seed", [0, 1, 3])
+@pytest.mark.parametrize("seed", long_but(0, of=[0, 1, 3]))
 def test_a_job_that_is_paused_resumes_where_it_was(seed, undisturbed, tmp_path):
     engine, rng = swapping_engine(), Random(seed)
     engine.policy = random_policy(seed)
@@ -127,7 +128,7 @@ def test_a_deterministic_job_learns_the_same_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("num_host_pages", [40, 300])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", long_but(0, of=range(3)))
 def test_packs_give_way_to_requests_and_come_back(seed, num_host_pages, undisturbed, tmp_path):
     """Also where the host has room for some of them alone."""
     engine, rng = swapping_engine(num_pages=105, num_host_pages=num_host_pages), Random(seed)
@@ -196,7 +197,7 @@ def test_a_pack_whose_copies_were_lost_is_begun_again(undisturbed, tmp_path):
     assert_same(engine, undisturbed, tmp_path)
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("after", long_but(True, of=[False, True]), ids=["before", "after"])
 @pytest.mark.parametrize("kind", [SwapOut, SwapIn, MovePack, DropPack], ids=lambda kind: kind.__name__)
 def test_a_caller_may_be_interrupted_in_any_copy(kind, after, undisturbed, tmp_path):
     engine = swapping_engine(num_host_pages=40 if kind is DropPack else 60)  # 40 are too few for a pack

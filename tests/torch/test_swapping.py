@@ -23,6 +23,7 @@ from engines import (
     tokens_by_request,
     watched,
 )
+from lengths import long_but
 from random_plans import random_policy
 from support import FAMILIES, make_backbone, model_directory, random_tokens
 
@@ -95,7 +96,7 @@ def test_tokens_are_the_same_and_fewer_rows_are_run(name):
 
 
 @pytest.mark.parametrize("num_host_pages", [1, 4, 200])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", long_but(0, of=range(4)))
 def test_tokens_are_the_same_under_any_plan(seed, num_host_pages):
     """Shared prefixes, adapters, chunks, jobs that take the pages, scored prompts, requests that end early."""
     engine, rng = swapping_engine(num_pages=44, num_host_pages=num_host_pages), Random(seed)
@@ -386,7 +387,7 @@ def simulated(num_host_pages: int, *, num_pages: int, seed: int) -> tuple[float,
     return last_s, num_rows[0], engine
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", long_but(0, of=range(3)))
 def test_under_pressure_swapping_is_never_slower(seed):
     plain_s, plain_rows, without = simulated(0, num_pages=400, seed=seed)
     swapped_s, swapped_rows, engine = simulated(4000, num_pages=400, seed=seed)

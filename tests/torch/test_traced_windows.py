@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lengths import long_but
 from steps_at_once import Steps, backbone_of, one_by_one
 from support import make_adapter, random_sequences
 
@@ -111,8 +112,8 @@ def check_against_block_by_block(run, backbone: Backbone, exact: Backbone, calls
 
 
 @pytest.mark.parametrize(("name", "head_dim", "dtype", "weights"), MODELS)
-@pytest.mark.parametrize("many_rows", [2, 1 << 30])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("many_rows", long_but(2, of=[2, 1 << 30]))
+@pytest.mark.parametrize("dropout", long_but(0.3, of=[0.0, 0.3]))
 def test_what_windows_give_and_keep(name, head_dim, dtype, weights, many_rows, dropout, monkeypatch):
     """Windows that end within sequences, of a few rows and of many; many_rows: of adapters, through tiles or not."""
     monkeypatch.setattr("coserve.kernels.cpu.trace.many_rows", lambda kernels: many_rows)

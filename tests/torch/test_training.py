@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from lengths import long_but
 from peft import PeftModel
 from support import (
     CONFIGS,
@@ -56,7 +57,7 @@ def gradients(adapter, sequences, *, forward_rows=1000, backward_rows=1000, budg
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("targets", long_but("all", of=TARGETS))
 def test_gradients_equal_pefts_for_every_family(name, targets):
     model, adapter = peft_twin(name, target_modules=targets_of(name, targets))
     sequences = random_sequences(LENGTHS)
@@ -94,7 +95,7 @@ def test_blocks_below_the_lowest_adapter_run_no_backward_and_keep_only_k_and_v()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt", "opt-350m-style", "mistral-sliding"])
-@pytest.mark.parametrize("targets", ["all", "down", "qv"])
+@pytest.mark.parametrize("targets", long_but("all", of=["all", "down", "qv"]))
 def test_gradients_are_equal_at_every_point_of_the_frontier(name, targets):
     model, adapter = peft_twin(name, target_modules=targets_of(name, targets))
     sequences = random_sequences((9, 4))
@@ -393,7 +394,7 @@ def test_token_accuracy_counts_the_likeliest_token():
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("targets", ["all", "down", "qv"])
+@pytest.mark.parametrize("targets", long_but("all", of=["all", "down", "qv"]))
 def test_saved_bytes_counted_from_the_program_are_the_bytes_held(name, dtype, targets):
     adapter = make_adapter(make_backbone(name, dtype), target_modules=targets_of(name, targets))
     pack = make_pack(random_sequences((9, 4, 17)))
