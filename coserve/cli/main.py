@@ -78,7 +78,8 @@ def main() -> None:
     try:
         status = app(prog_name="coserve", standalone_mode=False)
     except CoserveError as error:
-        _fail(f"{error}{_KEY_HINT if getattr(error, 'status', None) == 401 else ''}", 1)
+        # What a command says that was ended in its middle may be a consequence of that.
+        _fail(f"{error}{_KEY_HINT if getattr(error, 'status', None) == 401 else ''}", _ENDED if was_ended else 1)
     except _UsageError as error:
         if not error.format_message():  # no command: its help has been shown
             raise SystemExit(error.exit_code) from None
@@ -86,6 +87,10 @@ def main() -> None:
         _fail(f"{' '.join(error.format_message().split()).rstrip('.')}; see {command} --help", error.exit_code)
     except typer.Abort:
         _fail("interrupted", _ENDED if was_ended else 130)
+    except Exception as error:
+        if not was_ended:
+            raise
+        _fail(f"interrupted, and then: {type(error).__name__}: {error}", _ENDED)
     else:
         if was_ended:  # which comes out as interrupted
             raise SystemExit(_ENDED)
