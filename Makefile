@@ -45,7 +45,7 @@ $(TRITON): | setup
 test-triton: setup $(TRITON)  ## The kernels of GPUs, interpreted on the CPU, and compiled for GPUs that need not be there
 	OPENBLAS_CORETYPE=Prescott TRITON_INTERPRET=1 COSERVE_KERNELS=triton PYTHONPATH=$(TRITON) $(PYTEST) --dist worksteal tests/interpreted tests/torch/test_kernels.py
 
-test-long: setup  ## What starts server after server, or trains for long
+test-long: setup  ## What starts server after server, trains for long, or goes through every combination
 	$(PYTEST) -m long
 
 test-browser: setup  ## The page in a real browser; skipped where there is no chromium

@@ -30,8 +30,8 @@ from coserve.server.home_lock import lock_home
 
 # How often Ray Serve looks whether the front lives.
 _HEALTH_S = 1.0
-# Nobody may be there to try again, and what the front needs may come later.
-_MOST_STARTS = 10
+# Where nobody may be there to try again: what a front needs may come later. Ray Serve allows three for each front.
+_MOST_STARTS = 20
 
 
 class FrontApplication:

@@ -229,9 +229,12 @@ def test_every_nodes_answers_are_a_single_engines_while_a_live_job_moves_and_nod
 
 
 @pytest.mark.parametrize("has_older", long_but(True, of=[False, True]))
+@pytest.mark.parametrize("is_full", [False, True])
 def test_every_step_is_there_once_when_the_checkpoint_of_a_node_that_leaves_cannot_be_written(
-    tmp_path: Path, has_older: bool
+    tmp_path: Path, has_older: bool, is_full: bool
 ):
+    """It cannot be made, or there is no room for it on disk."""
+
     async def test() -> None:
         async with cluster_world(tmp_path / "home", num_nodes=2) as made:
             w = made.world
@@ -247,9 +250,13 @@ def test_every_step_is_there_once_when_the_checkpoint_of_a_node_that_leaves_cann
             def refuse(id: str) -> Any:
                 raise StoreError("there is no room")
 
-            engine.checkpoint = refuse  # type: ignore[method-assign,assignment]
+            if is_full:
+                made.nodes[leaving].has_room = False
+            else:
+                engine.checkpoint = refuse  # type: ignore[method-assign,assignment]
             told = len(steps_of(w.events(job.id)))
-            await made.until(lambda: len(steps_of(w.events(job.id))) > told + 1)
+            more = 0 if is_full else 1  # a job that waits for room makes few steps
+            await made.until(lambda: len(steps_of(w.events(job.id))) > told + more)
             await made.link.drain(leaving)
             await made.until(lambda: leaving not in made.working(job.id))
             await finished(w, job)

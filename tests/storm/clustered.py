@@ -204,9 +204,13 @@ class ClusterStorm:
             self.done[f"refused: {type(error).__name__}"] += 1
 
     async def _drain(self) -> None:
-        ready = [each["name"] for each in self._made.link.describe() if each["state"] == "ready"]
+        """More often than not one whose jobs cannot be kept, if there is one: they begin anew."""
+        ready = {each["name"]: each for each in self._made.link.describe() if each["state"] == "ready"}
+        full = [name for name, each in ready.items() if each["jobs"] and not self._made.nodes[name].has_room]
         if len(ready) > 1:
-            task = asyncio.create_task(self._made.link.drain(self._random.choice(ready)))
+            chosen = self._random.choice(full if full and self._random.random() < 0.7 else list(ready))
+            self.done["drain: jobs whose disk is full"] += chosen in full
+            task = asyncio.create_task(self._made.link.drain(chosen))
             self._changes.add(task)
             task.add_done_callback(self._changes.discard)
 
@@ -225,7 +229,9 @@ class ClusterStorm:
                 return
 
     async def _fill_disk(self) -> None:
-        self._random.choice(list(self._made.nodes.values())).has_room = False
+        """Of a node that has jobs, if there is one."""
+        busy = [each["name"] for each in self._made.link.describe() if each["jobs"]]
+        self._made.nodes[self._random.choice(busy or list(self._made.nodes))].has_room = False
 
     async def _empty_disk(self) -> None:
         for node in self._made.nodes.values():
