@@ -2,8 +2,8 @@
 times, while jobs begin, rest, move and are cancelled, and clients ask; then calm, in which everything comes to its end
 and is looked at.
 
-What is drawn follows from the seed alone; when threads and tasks take their turns does not, so that a seed gives a
-similar storm each time and not the same.
+What is done, one after the other, follows from the seed alone. To whom, and how slow nodes are, also depends on when
+threads and tasks take their turns, so that a seed gives a similar storm each time and not the same.
 """
 
 import asyncio
@@ -108,7 +108,7 @@ class ClusterStorm:
     """done: how often what was done. broken: which promises were."""
 
     def __init__(self, made: ClusterWorld, seed: int) -> None:
-        self._made, self._random = made, Random(seed)
+        self._made, self._seed, self._random = made, seed, Random(f"{seed}: to whom")
         self._jobs: dict[str, str] = {}  # the kind by id
         self._cancelled: set[str] = set()
         self._clients: set[asyncio.Task[None]] = set()
@@ -120,11 +120,10 @@ class ClusterStorm:
 
     async def blow(self, num_actions: int) -> None:
         """The storm, and the calm after it."""
-        names, weights = list(WEIGHTS), list(WEIGHTS.values())
+        delays = Random(f"{self._seed}: delays")  # the nodes' threads draw from it
         for node in self._made.nodes.values():
-            node.delay_s = lambda: self._random.choice((0.0, 0.0, 0.0, 0.02))
-        for _ in range(num_actions):
-            (name,) = self._random.choices(names, weights)
+            node.delay_s = lambda: delays.choice((0.0, 0.0, 0.0, 0.02))
+        for name in Random(self._seed).choices(list(WEIGHTS), list(WEIGHTS.values()), k=num_actions):
             self.done[name] += 1
             await getattr(self, f"_{name}")()
         for node in self._made.nodes.values():
