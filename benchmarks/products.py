@@ -1,4 +1,4 @@
-"""How long products of rows with a weight take, by layout, order of factors and number of rows.
+"""How long products of rows with a weight take, by order of factors and number of rows.
 
     python benchmarks/products.py [--dtype bfloat16]
 
@@ -46,29 +46,24 @@ def main() -> None:
     backend = find_backend(device)
     bytes_per_s = read_bytes_per_s(device)
     print(f"{describe(device)}, {dtype}, reads {bytes_per_s / 1e9:.0f} GB/s")
-    print(f"{'weight':>12} layout  rows  linear    wide    ours    int8    dy W    ours    read")
+    print(f"{'weight':>12} rows  linear    wide    ours    int8    dy W    ours    read")
     for out, inner in _SHAPES:
         num_bytes = out * inner * dtype.itemsize
-        rows_major = [torch.randn(out, inner).to(dtype) for _ in range(max(1, min(40, _WEIGHT_BYTES // num_bytes)))]
-        quantised = [Int8Weight.quantised(weight) for weight in rows_major]
-        for layout in ("rows", "columns"):
-            # One library crashes on products by columns of so tall a weight.
-            if layout == "columns" and out > 10_000:
-                continue
-            weights = rows_major if layout == "rows" else [weight.T.contiguous().T for weight in rows_major]
-            for rows in _ROWS:
-                x, dy = torch.randn(rows, inner).to(dtype), torch.randn(rows, out).to(dtype)
-                ways: list[tuple[Callable[[Any], object], Sequence[Tensor | Int8Weight]]] = [
-                    (partial(torch.nn.functional.linear, x), weights),
-                    (partial(wide_product, x), weights),
-                    (partial(backend.product, x), weights),
-                    (methodcaller("product", backend, x), quantised),
-                    (partial(torch.matmul, dy), weights),
-                    (partial(backend.input_gradient, dy), weights),
-                ]
-                with torch.inference_mode():
-                    times = "".join(f"{_best_us(*way):8.0f}" for way in ways)
-                print(f"{f'{out}x{inner}':>12} {layout:7} {rows:4}{times}{1e6 * num_bytes / bytes_per_s:8.0f}")
+        weights = [torch.randn(out, inner).to(dtype) for _ in range(max(1, min(40, _WEIGHT_BYTES // num_bytes)))]
+        quantised = [Int8Weight.quantised(weight) for weight in weights]
+        for rows in _ROWS:
+            x, dy = torch.randn(rows, inner).to(dtype), torch.randn(rows, out).to(dtype)
+            ways: list[tuple[Callable[[Any], object], Sequence[Tensor | Int8Weight]]] = [
+                (partial(torch.nn.functional.linear, x), weights),
+                (partial(wide_product, x), weights),
+                (partial(backend.product, x), weights),
+                (methodcaller("product", backend, x), quantised),
+                (partial(torch.matmul, dy), weights),
+                (partial(backend.input_gradient, dy), weights),
+            ]
+            with torch.inference_mode():
+                times = "".join(f"{_best_us(*way):8.0f}" for way in ways)
+            print(f"{f'{out}x{inner}':>12} {rows:4}{times}{1e6 * num_bytes / bytes_per_s:8.0f}")
 
 
 if __name__ == "__main__":

@@ -115,10 +115,6 @@ class Backend(ABC):
     # -- products with the weights of the backbone ------------------------------------
 
     @abstractmethod
-    def layout(self, weight: Tensor) -> Tensor:
-        """A dense weight [out, in], lying in memory as products read it best."""
-
-    @abstractmethod
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
 

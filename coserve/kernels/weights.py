@@ -29,7 +29,7 @@ class Weight(ABC):
     format: ClassVar[str] = ""
 
     @classmethod
-    def from_dense(cls, weight: Tensor, backend: "Backend") -> "Weight":
+    def from_dense(cls, weight: Tensor) -> "Weight":
         """A float weight, stored so."""
         raise AssertionError(f"{cls.__name__} is not asked for by name")
 
@@ -81,7 +81,7 @@ class Weight(ABC):
         return self.input_gradient(backend, grad)
 
     @abstractmethod
-    def joined(self, others: Sequence["Weight"], backend: "Backend") -> tuple["Weight", list["Weight"]]:
+    def joined(self, others: Sequence["Weight"]) -> tuple["Weight", list["Weight"]]:
         """With others of its class as one weight, row after row; and views of that, one for each."""
 
     @property
@@ -107,13 +107,13 @@ class Weight(ABC):
 
 
 class DenseWeight(Weight):
-    """A float tensor as it is; `Backend.layout` says how it should lie."""
+    """A float tensor, row after row: every product reads it so."""
 
     format = "dense"
 
     @classmethod
-    def from_dense(cls, weight: Tensor, backend: "Backend") -> "DenseWeight":
-        return cls(backend.layout(weight))
+    def from_dense(cls, weight: Tensor) -> "DenseWeight":
+        return cls(weight.contiguous())
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -145,9 +145,9 @@ class DenseWeight(Weight):
     ) -> Tensor:
         return backend.cross_entropy_input_gradient(logits, targets, log_sum, loss_grad, self.tensor)
 
-    def joined(self, others: Sequence[Weight], backend: "Backend") -> tuple[Weight, list[Weight]]:
+    def joined(self, others: Sequence[Weight]) -> tuple[Weight, list[Weight]]:
         tensors = [self.tensor, *(other.tensors()[0] for other in others)]
-        whole = backend.layout(torch.cat(tensors))
+        whole = torch.cat(tensors)
         parts = torch.split(whole, [tensor.shape[0] for tensor in tensors])
         return DenseWeight(whole), [DenseWeight(part) for part in parts]
 
@@ -178,7 +178,7 @@ class Int8Weight(Weight):
         return cls(values.contiguous(), scales, weight.dtype)
 
     @classmethod
-    def from_dense(cls, weight: Tensor, backend: "Backend") -> "Int8Weight":
+    def from_dense(cls, weight: Tensor) -> "Int8Weight":
         return cls.quantised(weight)
 
     @property
@@ -207,7 +207,7 @@ class Int8Weight(Weight):
     def grouped_input_gradient(self, backend: "Backend", grad: Tensor, ends: Tensor) -> Tensor:
         return backend.int8_grouped_input_gradient(grad, self.values, self.scales, ends)
 
-    def joined(self, others: Sequence[Weight], backend: "Backend") -> tuple[Weight, list[Weight]]:
+    def joined(self, others: Sequence[Weight]) -> tuple[Weight, list[Weight]]:
         values, scales = (torch.cat(parts) for parts in zip(*(w.tensors() for w in (self, *others)), strict=True))
         sizes = [weight.shape[0] for weight in (self, *others)]
         parts = zip(torch.split(values, sizes), torch.split(scales, sizes), strict=True)
@@ -247,7 +247,7 @@ class JoinedWeight(Weight):
     def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
         return self._own.input_gradient(backend, grad, onto)
 
-    def joined(self, others: Sequence[Weight], backend: "Backend") -> tuple[Weight, list[Weight]]:
+    def joined(self, others: Sequence[Weight]) -> tuple[Weight, list[Weight]]:
         raise AssertionError("a weight is joined once")
 
     def products(
@@ -280,14 +280,12 @@ class _Piece:
         self.biases: list[Tensor | None] = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
 
 
-def join(
-    weights: Sequence[Weight], biases: Sequence[Tensor | None], backend: "Backend"
-) -> tuple[list[Weight], list[Tensor | None]]:
+def join(weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> tuple[list[Weight], list[Tensor | None]]:
     """The same weights and biases [out] in one piece each; as they are where only some have a bias."""
     given = [bias for bias in biases if bias is not None]
     if len(given) not in (0, len(weights)):
         return list(weights), list(biases)
-    whole, parts = weights[0].joined(weights[1:], backend)
+    whole, parts = weights[0].joined(weights[1:])
     piece = _Piece(whole, parts, torch.cat(given) if given else None, [weight.shape[0] for weight in weights])
     return piece.members, piece.biases
 

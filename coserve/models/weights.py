@@ -37,7 +37,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors writes them
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightStorage:
     """How weights are held: the compute dtype, how those of linear layers are stored (`weight_formats`; all others stay
-    in the dtype), and whose layout they have.
+    in the dtype), and which backend multiplies with them.
     """
 
     dtype: torch.dtype
@@ -49,21 +49,19 @@ class WeightStorage:
 
     def linear(self, tensor: Tensor) -> Weight:
         """The weight of a linear layer as it is stored."""
-        return weight_class(self.weight_format).from_dense(tensor, self.backend)
+        return weight_class(self.weight_format).from_dense(tensor)
 
     def experts(self, tensor: Tensor) -> "Tensor | Weight":
         """The matrices of experts as they are stored: of floats they stay a tensor."""
         return tensor if self.weight_format == DenseWeight.format else self.linear(tensor)
 
     def made(self, architecture: Architecture, name: str, tensor: Tensor) -> "Tensor | Weight":
-        """A tensor of the checkpoint as it is held. The table of embeddings that is also the head stays a tensor, in
-        the layout of a weight.
-        """
+        """A tensor of the checkpoint as it is held. The table of embeddings that is also the head stays a tensor."""
         if name.removesuffix(".weight") in architecture.linear_sites and name.endswith(".weight"):
             return self.linear(tensor)
         if name.removesuffix(".weight") in architecture.expert_sites and name.endswith(".weight"):
             return self.experts(tensor)
-        return self.backend.layout(tensor) if architecture.is_tied_table(name) else tensor
+        return tensor.contiguous() if architecture.is_tied_table(name) else tensor
 
 
 def load_weights(
@@ -316,7 +314,6 @@ def _joined(architecture: Architecture, loaded: dict[str, Tensor | Weight], stor
                 joined = join(
                     [own[node.input["weight"]] for node in run],
                     [None if bias is None else own[bias] for bias in biases],
-                    storage.backend,
                 )
                 for node, bias, weight, joined_bias in zip(run, biases, *joined, strict=True):
                     own[node.input["weight"]] = weight

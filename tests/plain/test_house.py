@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import coserve
@@ -17,9 +18,10 @@ ROOMS = [
 ]
 
 
+@cache
 def _imports(path: Path) -> set[str]:
     """Every module that a file imports, anywhere in it: in functions and for types alone, too."""
-    names = set()
+    names = set[str]()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}

@@ -29,9 +29,9 @@ def texts() -> list[Path]:
     return [path for path in (*code, *beside, *documents) if path.relative_to(ROOT).as_posix() not in EXEMPT]
 
 
-def words_in(line: str) -> list[tuple[str, str]]:
-    """What is found in a line, and what to write instead."""
-    plain = line.replace("_", " ")
+def words_in(text: str) -> list[tuple[str, str]]:
+    """What is found in a text, and what to write instead."""
+    plain = text.replace("_", " ")
     found = [(re.search(rf"\b({word})\b", plain, re.IGNORECASE), better) for word, better in INSTEAD.items()]
     return [(match[0], better) for match, better in found if match is not None]
 
@@ -40,7 +40,8 @@ def test_words_that_make_readers_stumble_are_not_used():
     found = [
         f"{path.relative_to(ROOT)}:{number}: {match!r}; write {better}"
         for path in texts()
-        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if words_in(text := path.read_text())  # almost no file has any
+        for number, line in enumerate(text.splitlines(), 1)
         for match, better in words_in(line)
     ]
     assert found == []

@@ -91,7 +91,7 @@ def test_a_class_that_is_added_is_a_storage_of_weights(monkeypatch):
         format = "doubled"
 
         @classmethod
-        def from_dense(cls, weight, backend):
+        def from_dense(cls, weight):
             made.append(weight.shape)
             return cls(2 * weight)
 

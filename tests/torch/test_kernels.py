@@ -276,7 +276,7 @@ def test_joined_weights_are_multiplied_as_one_and_others_one_by_one(backend, dty
     given_biases = [torch.randn(out, dtype=dtype) if i in biased else None for i, out in enumerate((30, 6, 90))]
     x = torch.randn(40, 24, dtype=dtype)
     wanted = [weight.product(backend, x, bias) for weight, bias in zip(given, given_biases, strict=True)]
-    weights, biases = join(given, given_biases, backend)
+    weights, biases = join(given, given_biases)
     names, calls = ("product", "int8_product"), []
     for name in names:
         run = getattr(backend, name)
@@ -301,7 +301,7 @@ def test_what_a_lora_adds_to_weights_goes_with_their_products(backend, dtype, n,
     sizes, ranks = (64, 32, 96), (16, 4, 40)
     weights, biases = [kind(torch.randn(out, 96, dtype=dtype)) for out in sizes], list[torch.Tensor | None]([None] * 3)
     if is_joined:
-        weights, biases = join(weights, biases, backend)
+        weights, biases = join(weights, biases)
     x = torch.randn(n, 96, dtype=dtype)
     added = [
         LowRankRows(torch.randn(n, rank, dtype=dtype), torch.randn(out, rank, dtype=dtype)) if place in which else None

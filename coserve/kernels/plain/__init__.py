@@ -25,9 +25,6 @@ class PlainBackend(Backend):
     def is_available(cls, device: torch.device) -> bool:
         return True
 
-    def layout(self, weight: Tensor) -> Tensor:
-        return weight.contiguous()
-
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)
 
