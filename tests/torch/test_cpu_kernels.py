@@ -763,6 +763,17 @@ def test_kernels_are_those_of_this_processor_and_source(afresh):
     assert compiled._identity(openmp) != before
 
 
+@pytest.mark.long
+@needs_kernels
+@pytest.mark.parametrize("processor", ["x86-64", "bdver2", "haswell", "sapphirerapids"])
+def test_kernels_can_be_compiled_for_every_kind_of_processor(processor):
+    """With AMX and AVX-512, with AVX2, with FMA and no AVX2, and with nothing of that."""
+    sources = sorted(Path(compiled.__file__).parent.glob("*.cpp"))
+    flags = ["-std=c++17", "-fopenmp", "-fsyntax-only", "-Wno-psabi", f"-march={processor}"]
+    result = subprocess.run(["g++", *flags, *map(str, sources)], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_the_environment_may_ask_for_the_plain_kernels(afresh, tmp_path):
     afresh.setenv("COSERVE_KERNELS", "plain")
     assert type(find_backend(DEVICE)) is PlainBackend

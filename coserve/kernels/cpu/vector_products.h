@@ -6,7 +6,7 @@
 
 #include "kernels.h"
 
-#if defined(__AVX2__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
