@@ -6,6 +6,7 @@ failure into one line.
 
 import json
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,13 +19,14 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 # Seconds until a connection stands; and between two pieces of an answer: a busy engine may take long to the first.
 _TIMEOUT = httpx.Timeout(300.0, connect=5.0)
+_JSON = {"Content-Type": "application/json"}
 
 
 class Client:
     """One server, and the key for it. Every call raises ServerError with one line; not to be shared by threads."""
 
     def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None) -> None:
-        """url: with or without `/v1` at its end."""
+        """url: with or without `/v1` at its end. ServerError: it is no address, or the key is none."""
         self.url = base_url(url)
         self._http = httpx.Client(base_url=self.url, headers=auth_headers(api_key), timeout=_TIMEOUT)
 
@@ -46,7 +48,7 @@ class Client:
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON of an answer."""
-        return self._send("POST", path, json=body or {})
+        return self._send("POST", path, content=_encoded(body or {}), headers=_JSON)
 
     def content(self, file_id: str) -> bytes:
         """What is in a file that the server keeps."""
@@ -72,7 +74,8 @@ class Client:
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of a streamed answer as they come; closing the iterator early cancels the request."""
         try:
-            with self._http.stream("POST", path, json={**body, "stream": True}) as answer:
+            content = _encoded({**body, "stream": True})
+            with self._http.stream("POST", path, content=content, headers=_JSON) as answer:
                 if answer.is_error:
                     raise refusal(answer.status_code, answer.read())
                 for line in answer.iter_lines():
@@ -104,11 +107,19 @@ def base_url(url: str) -> str:
     """Without `/v1` and slashes at its end; ServerError if it is no address."""
     if not url.startswith(("http://", "https://")):
         raise ServerError(f"{url!r} is no address of a server: it must begin with http:// or https://")
+    try:
+        host = httpx.URL(url).host
+    except httpx.InvalidURL as error:
+        raise ServerError(f"{url!r} is no address of a server: {error}") from None
+    if not host:
+        raise ServerError(f"{url!r} is no address of a server: it must have a host, such as {DEFAULT_URL}")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def auth_headers(api_key: str | None) -> dict[str, str]:
-    """As OpenAI's API has it."""
+    """As OpenAI's API has it; ServerError if a header cannot hold the key, which is not shown."""
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise ServerError("the API key is none: a key has no line ends, and no letters beyond ASCII")
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
@@ -130,6 +141,28 @@ def chunk_of(line: str) -> dict[str, Any] | None:
     if "error" in chunk:
         raise ServerError(_message(chunk) or "the request failed")
     return chunk
+
+
+def _encoded(body: dict[str, Any]) -> bytes:
+    """As it is sent; ServerError with the field that JSON cannot hold."""
+    try:
+        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        raise ServerError("; ".join(_faults(body, ""))) from None
+
+
+def _faults(value: Any, place: str) -> Iterator[str]:
+    """What JSON does not have: numbers that are not finite, and text of bytes that were not UTF-8."""
+    if isinstance(value, float) and not isfinite(value):
+        yield f"{place} must be a finite number, not {value}"
+    elif isinstance(value, str) and value.encode(errors="replace") != value.encode(errors="surrogatepass"):
+        yield f"{place} must be UTF-8, not {value!r}"
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from _faults(each, f"{place}.{name}" if place else name)
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _faults(each, f"{place}[{number}]")
 
 
 def refusal(status: int, content: bytes) -> ServerError:

@@ -32,6 +32,7 @@ def coserve(served):
             input=stdin,
             capture_output=True,
             text=True,
+            errors="surrogateescape",  # bytes of stdin that are no UTF-8
             timeout=120,
             env={**os.environ, "COSERVE_URL": url or served.url, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"},
         )
@@ -53,6 +54,11 @@ def test_a_conversation_in_a_pipe_is_answers_alone(coserve, served):
     first = _answer(served, messages)
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And you?"}]
     assert out == f"{first}\n{_answer(served, messages)}\n", "the second question was asked of the whole conversation"
+
+
+def test_a_question_that_is_no_text_is_said_in_one_line(coserve):
+    status, out, err = coserve("chat", stdin="caf\udce9?\n")
+    assert (status, out, err) == (1, "", "error: a question must be UTF-8 text, and stdin is not\n")
 
 
 @pytest.mark.long

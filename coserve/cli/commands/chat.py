@@ -13,7 +13,7 @@ import typer
 from coserve.cli.connection import DEFAULT_URL, ApiKey, Url, base_model, find_model, is_there, own_server
 from coserve.cli.drawing import printable, starting
 from coserve.client.http import Client
-from coserve.errors import ServerError
+from coserve.errors import DataError, ServerError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,7 +115,11 @@ class _Conversation:
 
     def _ask(self) -> str | None:
         try:
-            return input("› " if self._interactive else "").strip()
+            text = input("› " if self._interactive else "").strip()
+            text.encode()  # what is no UTF-8 comes out of some locales as halves of characters
+            return text
+        except UnicodeError:
+            raise DataError("a question must be UTF-8 text, and stdin is not") from None
         except EOFError:
             return None
         except KeyboardInterrupt:
