@@ -162,6 +162,13 @@ def test_a_job_is_paused_resumed_and_cancelled(coserve, many_examples):
     assert status == 1 and err.startswith("error: ") and err.count("\n") == 1
 
 
+def test_options_before_a_command_are_not_passed_over(coserve):
+    for options in (["--url", "http://127.0.0.1:9"], ["--json"], ["--limit", "3"]):
+        status, out, err = coserve("jobs", *options, "cancel", "last")
+        assert (status, out) == (2, "") and err.count("\n") == 1, err
+        assert f"{options[0]}: this is for the list of jobs; options of cancel come after it" in err
+
+
 def test_bad_examples_are_named_and_a_job_that_is_not_there_is_said(coserve, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n{"prompt": 4}\n')

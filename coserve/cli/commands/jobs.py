@@ -34,6 +34,7 @@ def jobs(
 ) -> None:
     """Fine-tuning jobs of the server: list them; show, follow, pause, resume or cancel one."""
     if context.invoked_subcommand is not None:
+        _refuse_given(context, context.invoked_subcommand)
         return
     with Client(url, api_key) as client:
         found = client.get("/v1/fine_tuning/jobs", limit=limit)["data"]
@@ -55,6 +56,15 @@ def jobs(
     console().print(listing if found else "No jobs yet; `coserve tune FILE` starts one.")
     for group in joined:
         console().print(f"{', '.join(group)} go backward as one batch of rows.")
+
+
+def _refuse_given(context: typer.Context, command: str) -> None:
+    """Options of the list, before a command that does not read them: it would talk to another server than was named."""
+    for option in context.command.params:
+        source = context.get_parameter_source(str(option.name))
+        if source is not None and source.name == "COMMANDLINE":
+            words = f"this is for the list of jobs; options of {command} come after it: coserve jobs {command} ID …"
+            raise typer.BadParameter(words, param_hint=option.opts[0])
 
 
 def _progress(job: dict[str, Any]) -> tuple[str, str, str]:
