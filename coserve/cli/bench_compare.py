@@ -291,6 +291,14 @@ def modelled_places(shapes: "Backbone", names: str) -> "list[ModelledPlace]":
     return places
 
 
+def modelled_place(shapes: "Backbone", name: str) -> "ModelledPlace":
+    """One device of the catalogue."""
+    places = modelled_places(shapes, name)
+    if len(places) != 1:
+        raise typer.BadParameter("one kind of device at a time", param_hint="--hardware")
+    return places[0]
+
+
 def _here(model: str, dtype: str) -> "TorchPlace":
     from coserve.bench.machine import describe
     from coserve.bench.places import TorchPlace

@@ -253,9 +253,16 @@ def test_jobs_are_read_from_a_trace(tmp_path):
         (["simulate", "cluster", "--trace", "x.csv", "--placement", "best"], "'best' is not one of lemix"),
         (["simulate", "cluster", "--trace", "x.csv", "--nodes", "9"], "9 nodes are no whole number of cells of 8"),
         (["simulate", "cluster", "--trace", "x.csv"], "x.csv cannot be read"),
+        (["simulate", "cluster", "--trace", "azure.csv", "--hardware", "a100,h100"], "one kind of device at a time"),
+        (["simulate", "cluster", "--trace", "azure.csv", "--rate", "inf"], "less than or equal to 1000000000"),
+        (["simulate", "cluster", "--trace", "azure.csv", "--hours", "inf"], "less than or equal to 1000000"),
     ],
 )
-def test_bad_input_is_named(arguments, words):
+def test_bad_input_is_named(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    lines += [f"2023-11-16 18:15:{second},374,44" for second in ("46.68", "50.99")]
+    (tmp_path / "azure.csv").write_text("\n".join(lines))
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code != 0
     told = " ".join((result.output + str(result.exception or "")).replace("│", " ").split())

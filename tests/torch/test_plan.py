@@ -94,6 +94,9 @@ def test_bad_input_is_one_line(tmp_path: Path):
     for arguments, words in (
         (("--trace", str(day)), "give their mean number per second"),
         (("--trace", str(day), "--rate", "1", "--hardware", "a100,h100"), "one kind of device at a time"),
+        (("--trace", str(day), "--rate", "inf"), "less than or equal to 1000000000"),
+        (("--trace", str(day), "--rate", "1", "--price", "inf"), "less than or equal to 1000000000"),
+        (("--trace", str(day), "--rate", "1", "--sample", "inf"), "less than or equal to 3600"),
         (("--trace", str(day), "--rate", "1", "--where", "slice=a"), "has requests by hour, and no rows to choose"),
         (("--trace", str(day), "--where", "slice"), "'slice' must be COLUMN=VALUE, such as slice=dense"),
     ):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coserve.cli.bench_compare import modelled_places
+from coserve.cli.bench_compare import modelled_place
 from coserve.cli.report_option import report_option, write_report
 from coserve.cli.slo_option import slo_option
 from coserve.cli.where_option import Where, values_by_column
@@ -31,12 +31,12 @@ def plan(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     hardware: Annotated[str, typer.Option(metavar="NAME", help="Such as a100, h100, h200, a40.")] = "a100",
     rate: Annotated[
-        float | None, typer.Option(min=1e-6, help="Mean requests per second over all hours. [the trace's]")
+        float | None, typer.Option(min=1e-6, max=1e9, help="Mean requests per second over all hours. [the trace's]")
     ] = None,
     devices: Annotated[
         int | None, typer.Option(min=1, help="How many there are. [as many as requests alone need]")
     ] = None,
-    price: Annotated[float, typer.Option(min=0, help="Of a device for an hour, in any currency.")] = 2.0,
+    price: Annotated[float, typer.Option(min=0, max=1e9, help="Of a device for an hour, in any currency.")] = 2.0,
     slo_ttft: Annotated[
         str, typer.Option(metavar="TIME", callback=slo_option, help="SLO: time to the first token, such as 5s.")
     ] = "5s",
@@ -50,7 +50,7 @@ def plan(
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, max=64, help="Jobs that run at once on each device.")] = 1,
     sequence: Annotated[int, typer.Option(min=2, help="Tokens of a job's example.")] = 512,
-    sample: Annotated[float, typer.Option(min=1, help="Seconds of each hour that are simulated.")] = 60.0,
+    sample: Annotated[float, typer.Option(min=1, max=3600, help="Seconds of each hour that are simulated.")] = 60.0,
     where: Where = None,
     picture: Annotated[
         Path, typer.Option(callback=report_option, help="Where the report is written, as a page for browsers.")
@@ -73,9 +73,7 @@ def plan(
 
     hours = _hours(trace, where, rate=rate, lengths=lengths, sample_s=sample, seed=seed)
     shapes = load_backbone(model, dtype=dtype, device=torch.device("meta"))
-    places = modelled_places(shapes, hardware)
-    if len(places) != 1:
-        raise typer.BadParameter("one kind of device at a time", param_hint="--hardware")
+    place = modelled_place(shapes, hardware)
     config = CompareConfig(
         policies=(),
         seconds=sample,
@@ -85,7 +83,7 @@ def plan(
         sequence=sequence,
         seed=seed,
     )
-    found = run(places[0], hours, config, num_devices=devices, price=price, watch=console(stderr=True).print)
+    found = run(place, hours, config, num_devices=devices, price=price, watch=console(stderr=True).print)
     result = {
         "experiment": "plan",
         "model": model,
@@ -94,7 +92,7 @@ def plan(
         "date": datetime.now(UTC).date().isoformat(),
         "trace": " ".join([str(trace), *(where or ())]),
         **found.result(),
-        "model_error": model_error(found.place, places[0].num_parameters),
+        "model_error": model_error(found.place, place.num_parameters),
     }
     _print(result)
     write_report(picture, plan_html(result, found))

@@ -38,9 +38,9 @@ def cluster(
     model: Annotated[str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")] = "dummy:llama-3.1-8b",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     rate: Annotated[
-        float | None, typer.Option(min=1e-6, help="Requests per second over the cluster. [the trace's]")
+        float | None, typer.Option(min=1e-6, max=1e9, help="Requests per second over the cluster. [the trace's]")
     ] = None,
-    hours: Annotated[float, typer.Option(min=0.001, help="Of virtual time.")] = 24.0,
+    hours: Annotated[float, typer.Option(min=0.001, max=1e6, help="Of virtual time.")] = 24.0,
     cell: Annotated[int, typer.Option(min=1, help="Nodes that one scheduler places on.")] = 8,
     placement: Annotated[
         str, typer.Option(help="A file of coserve/cluster/placement, such as lemix.")
@@ -51,7 +51,7 @@ def cluster(
     by beside the engine itself.
     """
     from coserve.bench import at_scale
-    from coserve.cli.bench_compare import modelled_places
+    from coserve.cli.bench_compare import modelled_place
     from coserve.cli.tables import console
     from coserve.cluster.placement import placement_names
     from coserve.models.backbone import load_backbone
@@ -74,7 +74,7 @@ def cluster(
         placement=placement,
         workers=workers,
     )
-    (place,) = modelled_places(load_backbone(model, dtype=dtype, device="meta"), hardware)
+    place = modelled_place(load_backbone(model, dtype=dtype, device="meta"), hardware)
     begin_s, out = time.monotonic(), console(stderr=True)
     found = at_scale.run(place, requests, given, config, watch=out.print)
     result = {
