@@ -26,8 +26,12 @@ Database = Annotated[
 
 
 def existing_home(given: str | None, database: str | None) -> Path:
-    """The home of a server that has been there; CoserveError if there is none."""
-    from coserve.jobs.store import DATABASE_FILE
+    """The home of a server that has been there, as its database shows; CoserveError if there is none.
+
+    Commands on a home make no database: what is saved of a new one would be nothing.
+    """
+    from coserve.jobs.store import DATABASE_FILE, has_records
+    from coserve.settings import without_password
 
     directory = home_directory(given)
     if not directory.is_dir():
@@ -36,6 +40,11 @@ def existing_home(given: str | None, database: str | None) -> Path:
         raise CoserveError(
             f"{directory} has no {DATABASE_FILE}: no server has been there, or its records are in another database, "
             "which --database says"
+        )
+    if database is not None and not has_records(database):
+        raise CoserveError(
+            f"the database {without_password(database)} has no records: no server has used it; --database says which "
+            "one the server of this home has"
         )
     return directory
 

@@ -7,6 +7,7 @@ SQLite and PostgreSQL are tested.
 import os
 import sqlite3
 import time
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, MetaData, create_engine, event, inspect, make_url
@@ -38,6 +39,20 @@ def open_database(url: str) -> tuple[Engine, Engine]:
     if engine.dialect.name == "sqlite":
         _set_up_sqlite(engine)
     return engine, engine.execution_options(coserve_writes=True)
+
+
+def has_tables(url: str) -> bool:
+    """Whether anything is there; nothing is made. SQLAlchemy's errors, or an ImportError without its driver."""
+    parsed = make_url(url)
+    path = parsed.database or ""
+    # SQLite would make the file.
+    if parsed.get_backend_name() == "sqlite" and not path.startswith("file:") and not Path(path).is_file():
+        return False
+    engine, _ = open_database(url)
+    try:
+        return bool(inspect(engine).get_table_names())
+    finally:
+        engine.dispose()
 
 
 def database_faults(connection: Connection, metadata: MetaData) -> list[str]:

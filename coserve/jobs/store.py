@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from coserve.errors import DiskFullError, StoreError
 from coserve.home import make_private
 from coserve.jobs.copying import Row, copy_rows
-from coserve.jobs.databases import database_faults, open_database
+from coserve.jobs.databases import database_faults, has_tables, open_database
 from coserve.jobs.schema import claim, make_tables
 from coserve.jobs.tables import SchemaTable, Table
 from coserve.jobs.transaction import Transaction
@@ -43,14 +43,7 @@ class Store:
             self._reading, self._writing = open_database(url)
             make_tables(self._reading, self._writing)
         except (SQLAlchemyError, ImportError) as error:
-            if _is_full(error):
-                raise DiskFullError(
-                    f"the disk is full: the database {without_password(url)} cannot be opened"
-                ) from None
-            shown = " ".join(str(error).split())
-            if getattr(error, "name", None) == "psycopg":
-                shown += "; PostgreSQL needs pip install 'coserve[postgresql]'"
-            raise StoreError(f"the database {without_password(url)} cannot be opened: {shown}") from None
+            raise _unopened(url, error) from None
 
     @classmethod
     def at(cls, home: Path, url: str | None = None) -> "Store":
@@ -113,6 +106,23 @@ class Store:
         """What is wrong with the database itself, in words."""
         with _store_errors(), self._reading.begin() as connection:
             return database_faults(connection, Table.metadata)
+
+
+def has_records(url: str) -> bool:
+    """Whether a server has made its tables in a database; StoreError if that cannot be opened."""
+    try:
+        return has_tables(url)
+    except (SQLAlchemyError, ImportError) as error:
+        raise _unopened(url, error) from None
+
+
+def _unopened(url: str, error: Exception) -> StoreError | DiskFullError:
+    if _is_full(error):
+        return DiskFullError(f"the disk is full: the database {without_password(url)} cannot be opened")
+    shown = " ".join(str(error).split())
+    if getattr(error, "name", None) == "psycopg":
+        shown += "; PostgreSQL needs pip install 'coserve[postgresql]'"
+    return StoreError(f"the database {without_password(url)} cannot be opened: {shown}")
 
 
 @contextmanager

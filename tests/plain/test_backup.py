@@ -176,6 +176,18 @@ def test_backups_of_a_home_that_changes_all_the_time(tmp_path):
     home.close()
 
 
+@pytest.mark.parametrize(
+    "command", [["backup", "{out}"], ["export", "last", "{out}"], ["jobs", "cancel", "last", "--offline"]]
+)
+def test_a_database_that_no_server_has_used_is_refused_and_not_made(command, tmp_path):
+    HandMade(tmp_path / "home", None).close()
+    before, out = sorted(tmp_path.rglob("*")), tmp_path / "out"
+    where = ("--home", str(tmp_path / "home"), "--database", f"sqlite:///{tmp_path}/mistyped.db")
+    with pytest.raises(CoserveError, match=r"mistyped\.db has no records: no server has used it; --database says"):
+        run(*(each.format(out=out) for each in command), *where)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_what_is_missing_from_the_home_is_told(home, tmp_path):
     file, job = home.upload(), home.job()
     home.checkpoint(job, 1)
