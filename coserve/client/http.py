@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import httpx
 
-from coserve.errors import DataError, ServerError
+from coserve.errors import DataError, RequestError, ServerError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -23,7 +23,9 @@ _JSON = {"Content-Type": "application/json"}
 
 
 class Client:
-    """One server, and the key for it. Every call raises ServerError with one line; not to be shared by threads."""
+    """One server, and the key for it. Every call raises ServerError with one line, and RequestError for what cannot be
+    sent; not to be shared by threads.
+    """
 
     def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None) -> None:
         """url: with or without `/v1` at its end. ServerError: it is no address, or the key is none."""
@@ -49,6 +51,10 @@ class Client:
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON of an answer."""
         return self._send("POST", path, content=_encoded(body or {}), headers=_JSON)
+
+    def delete(self, path: str) -> Any:
+        """The JSON of an answer."""
+        return self._send("DELETE", path)
 
     def content(self, file_id: str) -> bytes:
         """What is in a file that the server keeps."""
@@ -144,11 +150,11 @@ def chunk_of(line: str) -> dict[str, Any] | None:
 
 
 def _encoded(body: dict[str, Any]) -> bytes:
-    """As it is sent; ServerError with the field that JSON cannot hold."""
+    """As it is sent; RequestError with the field that JSON cannot hold."""
     try:
         return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:
-        raise ServerError("; ".join(_faults(body, ""))) from None
+        raise RequestError("; ".join(_faults(body, ""))) from None
 
 
 def _faults(value: Any, place: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import pytest
 
 from coserve.client.http import Client
-from coserve.errors import ServerError
+from coserve.errors import RequestError, ServerError
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -42,6 +42,6 @@ def test_what_json_cannot_hold_is_named(value, words):
     body = {"model": "tiny", "a": {"b": [1.0, value]}}
     with Client(NOBODY) as client:
         for ask in (client.post, lambda *asked: next(client.stream(*asked))):
-            with pytest.raises(ServerError) as caught:
+            with pytest.raises(RequestError) as caught:
                 ask("/v1/chat/completions", body)
             assert str(caught.value) == words

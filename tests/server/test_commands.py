@@ -169,6 +169,23 @@ def test_options_before_a_command_are_not_passed_over(coserve):
         assert f"{options[0]}: this is for the list of jobs; options of cancel come after it" in err
 
 
+def test_a_job_that_is_refused_leaves_no_files(coserve, served, examples, tmp_path):
+    def files() -> list[str]:
+        with Client(served.url) as client:
+            return [file["id"] for file in client.get("/v1/files")["data"]]
+
+    before = files()
+    for options, words in (
+        (["--learning-rate", "0"], "learning_rate must be a number above 0"),
+        (["--learning-rate", "nan"], "coserve.optimizer.learning_rate must be a finite number, not nan"),
+        (["--validation", str(tmp_path / "nothing.jsonl")], "nothing.jsonl cannot be read"),
+        (["--validation", str(examples), "--suffix", "a:b"], "'suffix' must be"),
+    ):
+        status, _, err = coserve("tune", str(examples), *options)
+        assert status == 1 and words in err and err.count("\n") == 1, (options, err)
+        assert files() == before, options
+
+
 def test_bad_examples_are_named_and_a_job_that_is_not_there_is_said(coserve, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n{"prompt": 4}\n')

@@ -1,7 +1,8 @@
 """`coserve tune`: a file becomes a model that answers, on a server that keeps serving meanwhile."""
 
 import json
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from coserve.cli.adapter_settings import adapter_settings
 from coserve.cli.connection import DEFAULT_URL, ApiKey, Json, Url, base_model
 from coserve.client.http import Client
 from coserve.client.job_progress import OVER
-from coserve.errors import JobError
+from coserve.errors import CoserveError, JobError, ServerError
 
 
 def tune(
@@ -148,20 +149,40 @@ def tune(
     with Client(url, api_key) as client:
         body = {
             "model": model or base_model(client),
-            "training_file": client.upload(file)["id"],
-            **_given(
-                validation_file=client.upload(validation)["id"] if validation else None,
-                suffix=suffix,
-                seed=seed,
-            ),
+            **_given(suffix=suffix, seed=seed),
             **job_method(method, epochs=epochs, batch_size=batch_size, beta=beta),
             "coserve": {name: value for name, value in extensions.items() if value != {}},
         }
-        job = client.post("/v1/fine_tuning/jobs", body)
+        with _uploads(client) as upload:
+            body["training_file"] = upload(file)
+            if validation is not None:
+                body["validation_file"] = upload(validation)
+            job = client.post("/v1/fine_tuning/jobs", body)
         if follow:
             watch(client, job, as_json=as_json)
         else:
             print(json.dumps({"job": job["id"], "status": job["status"]}) if as_json else _afterwards(job["id"]))
+
+
+@contextmanager
+def _uploads(client: Client) -> Iterator[Callable[[Path], str]]:
+    """Give the server files for a job. If it refuses the job they are deleted again: nobody else knows of them, and
+    they count among the tenant's. Where no answer came, the job may be there and keeps them.
+    """
+    ids: list[str] = []
+
+    def upload(path: Path) -> str:
+        ids.append(client.upload(path)["id"])
+        return ids[-1]
+
+    try:
+        yield upload
+    except CoserveError as error:
+        if not isinstance(error, ServerError) or 400 <= (error.status or 0) < 500:
+            for id in ids:
+                with suppress(ServerError):
+                    client.delete(f"/v1/files/{id}")
+        raise
 
 
 def watch(client: Client, job: dict[str, Any], *, as_json: bool) -> None:
