@@ -31,11 +31,12 @@ def find_finished(name: str, home: str | None, database: str | None) -> Finished
     home meanwhile.
 
     Raises:
-        CoserveError: there is no such home. AdapterError: no such name, with those that there are.
+        CoserveError: there is no such home. AdapterError: no such name, with those that there are; or the
+            job has no finished model, with its checkpoints.
     """
     from coserve.jobs.databases import database_url
     from coserve.jobs.names import is_checkpoint
-    from coserve.jobs.records import AdapterRecord
+    from coserve.jobs.records import AdapterRecord, JobRecord
     from coserve.jobs.store import Store
 
     url = database_url(database)
@@ -43,6 +44,7 @@ def find_finished(name: str, home: str | None, database: str | None) -> Finished
     try:
         with store.read() as transaction:
             records = [each for each in transaction.all_of(AdapterRecord) if each.directory]
+            status = {job.id: job.status for job in transaction.all_of(JobRecord)}.get(name)
     finally:
         store.close()
     models = [each for each in records if not is_checkpoint(each.name)]
@@ -51,6 +53,9 @@ def find_finished(name: str, home: str | None, database: str | None) -> Finished
         [each for each in records if each.name == name] or [each for each in models if each.job == name] or newest
     ):
         return Finished(name=record.name, directory=Path(record.directory or ""), base=record.base)
+    if status is not None:
+        steps = ", ".join(record.name for record in records if record.job == name) or "none"
+        raise AdapterError(f"job {name} is {status} and has no finished model; it has these checkpoints: {steps}")
     known = ", ".join(record.name for record in models) or "none"
     raise AdapterError(f"there is no finished model {name!r}; there are: {known}")
 

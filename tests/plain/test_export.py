@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from homes import HandMade
 from safetensors.numpy import save_file
 from small_disk import small_disk
 from typer.testing import CliRunner
@@ -59,6 +60,19 @@ def test_a_configuration_that_is_none(content, adapter, tmp_path):
     with pytest.raises(CoserveError, match="is no configuration of PEFT's: it must hold a JSON object"):
         export(adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_job_without_a_finished_model_is_said_with_its_checkpoints(tmp_path):
+    home = HandMade(tmp_path / "home")
+    begun, running = home.job(), home.job()
+    home.checkpoint(running, 4)
+    home.close()
+    for job, has in ((begun, "none"), (running, f"{running.name}:ckpt-step-4")):
+        words = f"job {job.id} is running and has no finished model; it has these checkpoints: {has}"
+        with pytest.raises(CoserveError) as caught:
+            export(job.id, tmp_path / "out", "--home", home.path)
+        assert str(caught.value) == words
+    assert "written" in export(f"{running.name}:ckpt-step-4", tmp_path / "out", "--home", home.path)
 
 
 def test_random_weights_are_not_made_to_be_refused(adapter, tmp_path):
