@@ -5,6 +5,7 @@ import re
 import time
 from typing import NoReturn
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coserve.server.bodies import SMALL_BODY_BYTES
@@ -30,7 +31,8 @@ _MOST_LONG_BODIES = 8
 
 class BodyLimitMiddleware:
     """413 for a body that is too long, also where its Content-Length says otherwise; 408 for one that comes too slowly;
-    503 where too many bytes of others are in memory. Uploads go to the disk as they come, and do not count there.
+    503 where too many bytes of others are in memory. Uploads go to the disk as they come, and do not count there. A
+    client that goes away before its body is whole gets no answer, and is no fault.
     """
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_upload_bytes: int, timeout_s: float) -> None:
@@ -54,6 +56,9 @@ class BodyLimitMiddleware:
         body = _Body(receive, send, limit, self._timeout_s, memory)
         try:
             await self._app(scope, body.receive, body.send)
+        except ClientDisconnect:
+            if not body.is_cut:
+                raise
         except Exception:
             if body.refusal is None:
                 raise
@@ -76,14 +81,16 @@ class _Memory:
 
 
 class _Body:
-    """The body of one request, on its way to the application. refusal: why no more of it is read."""
+    """The body of one request, on its way to the application. refusal: why no more of it is read. is_cut: the client
+    went away before the last of it.
+    """
 
     def __init__(self, receive: Receive, send: Send, limit: int, timeout_s: float, memory: _Memory | None) -> None:
         self._receive, self._send, self._limit, self._memory = receive, send, limit, memory
         self._until_s = time.monotonic() + timeout_s
         self._num_bytes, self._num_held, self._is_whole = 0, 0, False
         self.refusal: ApiError | None = None
-        self.is_answered = False
+        self.is_answered = self.is_cut = False
 
     async def receive(self) -> Message:
         """The next piece. After the last, the application has read it, and waits for the client to go."""
@@ -91,6 +98,7 @@ class _Body:
             self.forget()
             return await self._receive()
         message = await self._next()
+        self.is_cut = message["type"] == "http.disconnect"
         self._num_bytes += len(message.get("body", b""))
         self._is_whole = not message.get("more_body", False)
         if self._num_bytes > self._limit:
@@ -101,7 +109,7 @@ class _Body:
 
     async def send(self, message: Message) -> None:
         """What the application makes of a body that breaks off is no answer."""
-        if self.refusal is None or self.is_answered:
+        if self.is_answered or not (self.refusal or self.is_cut):
             self.is_answered = True
             self.forget()
             await self._send(message)

@@ -197,3 +197,28 @@ def test_a_client_that_sends_a_body_slowly_is_told_so():
                 said += more
             assert b" 408 " in said.split(b"\r\n")[0] and b"too slowly" in said
         assert served.get("/health").status_code == 200
+
+
+def test_a_client_that_goes_away_while_it_sends_a_body_is_no_fault_of_the_servers():
+    form = "multipart/form-data; boundary=x"
+    with serving("--log-format", "json", "--log-level", "info") as served:
+        upload = served.client().uploads.create(bytes=1000, filename="f", mime_type="", purpose="batch")
+        begun = {
+            "/v1/files": (form, '--x\r\nContent-Disposition: form-data; name="file"'),
+            f"/v1/uploads/{upload.id}/parts": (form, "--x\r\n"),
+            "/v1/completions": ("application/json", '{"model": '),
+        }
+        host, port = served.url.removeprefix("http://").split(":")
+        for path, (kind, body) in begun.items():
+            with socket.create_connection((host, int(port)), timeout=60) as connection:
+                head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 1000\r\n"
+                connection.sendall(f"{head}\r\n{body}".encode())
+
+        def told() -> dict[str, Any] | None:
+            lines = [line for line in map(json.loads, served.log.read_text().splitlines()) if line.get("path") in begun]
+            found = {line["path"]: (line["status"], line["level"]) for line in lines}
+            return found if len(found) == len(begun) else None
+
+        assert served.wait_until(told) == dict.fromkeys(begun, (0, "info"))
+        assert served.stop() == 0
+        assert "Traceback" not in served.log.read_text()
