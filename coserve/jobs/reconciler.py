@@ -327,9 +327,7 @@ class Reconciler:
             status, message, machine.meter = "paused", "Fine-tuning job paused", None
             self.places.leave(job.id)
         elif action == "write_running":
-            step = machine.resumed_step
-            started = f"Fine-tuning resumes from step {step}" if step else "Fine-tuning job started"
-            status, message = "running", "Fine-tuning job resumed" if machine.was_resumed else started
+            status, message = "running", _beginning(job, machine)
         else:
             status = "validating_files" if action == "write_validating" else "queued"
             message = "Fine-tuning job resumed" if job.status == "paused" else None
@@ -361,3 +359,14 @@ class Reconciler:
         if machine is not None:
             machine.grant(job)
         return job
+
+
+def _beginning(job: JobRecord, machine: JobMachine) -> str:
+    """What is told of a job that runs from now on. One that was resumed and waited for a place has been told so."""
+    if machine.was_resumed:
+        return "Fine-tuning job resumed" if job.status == "paused" else _resuming(job.num_steps_done)
+    return _resuming(machine.resumed_step) if machine.resumed_step else "Fine-tuning job started"
+
+
+def _resuming(step: int) -> str:
+    return f"Fine-tuning resumes from step {step}"

@@ -41,6 +41,30 @@ def test_jobs_wait_for_a_place_and_a_paused_one_gives_its_up(tmp_path: Path) -> 
     asyncio.run(story())
 
 
+def test_a_job_that_is_resumed_and_waits_for_a_place_is_told_so_once(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with world(tmp_path, manager={"max_running": 1}) as w:
+            first = await w.create(DATA, **LONG)
+            await w.until_step(first.id, 2)
+            await w.manager.pause(TENANT, first.id)
+            second = await w.create(DATA, **LONG)
+            await w.until(lambda: w.job(second.id).status == "running")
+            assert (await w.manager.resume(TENANT, first.id)).status == "queued"
+            step = w.job(first.id).num_steps_done
+            await w.manager.cancel(TENANT, second.id)
+            await w.until_step(first.id, step + 1)
+            words = [event.message for event in w.events(first.id)]
+            assert [each for each in words if each.startswith("Fine-tuning")] == [
+                "Fine-tuning job started",
+                "Fine-tuning job paused",
+                "Fine-tuning job resumed",
+                f"Fine-tuning resumes from step {step}",
+            ]
+            await w.manager.cancel(TENANT, first.id)
+
+    asyncio.run(story())
+
+
 def test_a_job_that_runs_for_too_long_fails_and_its_newest_checkpoint_is_kept(tmp_path: Path) -> None:
     async def story() -> None:
         async with world(tmp_path, manager={"timeout_s": 0.5}) as w:
