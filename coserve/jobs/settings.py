@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from coserve.adapters.base import AdapterConfig
 from coserve.adapters.methods import method
 from coserve.errors import AdapterError, JobError
 from coserve.models.base import Architecture
@@ -24,7 +25,7 @@ from coserve.tuning.shard import SYNCHRONIZATIONS, DataParallel, Synchronization
 _Settings = TypeVar("_Settings")
 # Hyperparameters of every method.
 _OPENAIS = ("n_epochs", "batch_size", "learning_rate_multiplier")
-_LONGEST_SEQUENCE = 1024
+_SHORTEST_SEQUENCE, _LONGEST_SEQUENCE = 2, 1024
 _SYNCHRONIZE_EVERY_STEPS = 8
 _MOST_MULTIPLIER = 1e6
 # Far beyond what trains anything: what is more is a slip that would fail a job much later.
@@ -136,6 +137,7 @@ def job_settings(
     architecture: Architecture,
     is_fresh: bool,
     max_positions: int | None = None,
+    num_virtual: int = 0,
     objective: str = SUPERVISED,
     has_validation: bool = False,
 ) -> JobSettings:
@@ -147,6 +149,7 @@ def job_settings(
         architecture: of the model, which the adapter must fit.
         max_positions: of the longest example; None: as many as the model was made for.
         is_fresh: whether it makes an adapter, or trains one further.
+        num_virtual: virtual tokens of the one that it trains further.
         has_validation: whether it has a validation file.
 
     Raises:
@@ -156,7 +159,7 @@ def job_settings(
     for name, value, least in (
         ("checkpoint_every_steps", asked.checkpoint_every_steps, 0),
         ("evaluate_every_steps", asked.evaluate_every_steps, 0),
-        ("max_sequence_length", asked.max_sequence_length, 2),
+        ("max_sequence_length", asked.max_sequence_length, _SHORTEST_SEQUENCE),
     ):
         if value is not None or name == "checkpoint_every_steps":
             _check_whole(f"coserve.{name}", value, least, MOST_WHOLE)
@@ -165,16 +168,15 @@ def job_settings(
             _refuse(f"coserve.{name}", f"must be true or false, not {shown(getattr(asked, name))}")
     with _of("coserve.max_recompute"):
         check_number("coserve.max_recompute", asked.max_recompute, least=0, most=1)
-    positions = max_positions or architecture.max_positions
     if is_fresh and _trains_model(asked.adapter) and not asked.live:
         _refuse("coserve.live", "must be true for full fine-tuning: there is one copy of the weights, which serves")
-    length = asked.max_sequence_length or min(_LONGEST_SEQUENCE, positions)
-    if length > positions:
-        _refuse("coserve.max_sequence_length", f"is {length}; the model has {positions} positions")
     if is_fresh and _trains_model(asked.adapter):
         _check_full(objective)
     if not is_fresh and asked.adapter is not None:
         _refuse("coserve.adapter", "must not be given where the model is an adapter: that one is trained further")
+    adapter = _adapter({} if asked.adapter is None else asked.adapter, architecture) if is_fresh else None
+    num_virtual = num_virtual if adapter is None else adapter.num_virtual_tokens
+    length = _sequence_length(asked.max_sequence_length, max_positions or architecture.max_positions, num_virtual)
     every = asked.checkpoint_every_steps
     evaluation = _evaluation({} if asked.evaluation is None else asked.evaluation, objective, has_validation)
     known = _hyperparameters(hyperparameters)
@@ -184,7 +186,7 @@ def job_settings(
     with _of("method"):
         make_objective(objective, own)
     settings = JobSettings(
-        adapter=_adapter({} if asked.adapter is None else asked.adapter, architecture) if is_fresh else None,
+        adapter=None if adapter is None else adapter.to_peft(),
         optimizer=_build(
             OptimizerConfig, _with_tuples({} if asked.optimizer is None else asked.optimizer), "coserve.optimizer"
         ),
@@ -251,7 +253,7 @@ def _evaluation(given: Any, objective: str, has_validation: bool) -> EvaluationC
     return found
 
 
-def _adapter(given: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+def _adapter(given: Mapping[str, Any], architecture: Architecture) -> AdapterConfig:
     where = "coserve.adapter"
     if not isinstance(given, Mapping):
         _refuse(where, f"must be an object, not {shown(given)}")
@@ -267,7 +269,22 @@ def _adapter(given: Mapping[str, Any], architecture: Architecture) -> dict[str, 
         config.sites(architecture)
     except AdapterError as error:
         raise JobError(f"{where}: {error}", param=f"{where}.target_modules") from None
-    return config.to_peft()
+    return config
+
+
+def _sequence_length(asked: int | None, positions: int, num_virtual: int) -> int:
+    """Of the longest example, which an adapter's virtual tokens stand before."""
+    if (room := positions - num_virtual) < _SHORTEST_SEQUENCE:
+        _refuse(
+            "coserve.adapter.num_virtual_tokens",
+            f"is {num_virtual}; that leaves {max(0, room)} of {positions} positions for an example, "
+            f"which needs {_SHORTEST_SEQUENCE}",
+        )
+    length = asked or min(_LONGEST_SEQUENCE, room)
+    if length > room:
+        beside = f", {num_virtual} of them for virtual tokens" if num_virtual else ""
+        _refuse("coserve.max_sequence_length", f"is {length}; the model has {positions} positions{beside}")
+    return length
 
 
 def _trains_model(adapter: Any) -> bool:

@@ -2,9 +2,12 @@
 
 import secrets
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from coserve.adapters.methods import changes_model
+from coserve.adapters.peft_directory import read_config
+from coserve.errors import AdapterError
 from coserve.jobs.names import SUFFIX
 from coserve.jobs.records import AdapterRef
 from coserve.jobs.settings import JobSettings, job_settings
@@ -35,6 +38,7 @@ def read_job_request(
         architecture=model.architecture,
         max_positions=model.max_positions,
         is_fresh=start is None,
+        num_virtual=0 if start is None else _num_virtual(start),
         objective=SUPERVISED if body.method is None else body.method.objective,
         has_validation=body.validation_file is not None,
     )
@@ -42,6 +46,14 @@ def read_job_request(
     integrations = tuple(each.model_dump(exclude_none=True) for each in body.integrations or ())
     check_texts(list(integrations), param="integrations")
     return base, start, replace(settings, integrations=integrations)
+
+
+def _num_virtual(start: AdapterRef) -> int:
+    """Virtual tokens of an adapter; 0 if no directory says it."""
+    try:
+        return 0 if start.directory is None else read_config(Path(start.directory)).num_virtual_tokens
+    except AdapterError:  # the job fails of it, and says so
+        return 0
 
 
 def _check_data_parallel(settings: JobSettings, base: str, context: ServerContext) -> None:

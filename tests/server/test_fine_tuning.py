@@ -384,6 +384,20 @@ def test_models_are_trained_further_and_are_deleted(served, client):
     assert client.completions.create(model=second.fine_tuned_model, prompt="a", max_tokens=1)
 
 
+def test_examples_are_cut_where_virtual_tokens_leave_no_room_for_all_of_them(served, client):
+    long = json.dumps({"text": "How are you today? " * 200}).encode()
+    model, settings = "small", {"adapter": {"type": "prompt_tuning", "num_virtual_tokens": 12}}
+    for _ in range(2):
+        file = upload(client, DATA + long).id
+        job = create(client, model, training_file=file, n_epochs=1, batch_size=13, coserve=settings)
+        done = finished(served, client, job)
+        assert done.status == "succeeded", done.error
+        model, settings = done.fine_tuned_model, {}
+        longest = {"max_sequence_length": 512}
+        with pytest.raises(openai.BadRequestError, match="512; the model has 512 positions, 12 of them for virtual"):
+            create(client, model, training_file=file, coserve=longest)
+
+
 def test_the_pages_of_a_job_are_seen_while_it_runs(served, client):
     """Just after an optimizer step a job holds none, and that is when most reports come."""
     key = {"headers": {"authorization": f"Bearer {client.api_key}"}}

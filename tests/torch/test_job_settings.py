@@ -32,6 +32,16 @@ def test_examples_are_no_longer_than_what_the_server_takes():
         settings({"max_sequence_length": 65}, max_positions=64)
 
 
+def test_an_example_leaves_room_for_virtual_tokens():
+    virtual = {"adapter": {"type": "prompt_tuning", "num_virtual_tokens": 20}}
+    assert settings(virtual, max_positions=64).max_sequence_length == 44
+    assert settings(virtual | {"max_sequence_length": 44}, max_positions=64).max_sequence_length == 44
+    with pytest.raises(JobError, match="length is 45; the model has 64 positions, 20 of them for virtual"):
+        settings(virtual | {"max_sequence_length": 45}, max_positions=64)
+    with pytest.raises(JobError, match=r"num_virtual_tokens is 20; that leaves 1 of 21 positions for an example"):
+        settings(virtual, max_positions=21)
+
+
 def test_auto_means_what_it_says():
     made = settings()
     assert made.hyperparameters(0) == {"n_epochs": "auto", "batch_size": "auto", "learning_rate_multiplier": "auto"}
