@@ -30,7 +30,7 @@ from coserve.tuning.blockwise import BlockwisePass
 from coserve.tuning.captured import CapturedWindows
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.layerwise import LayerwisePass
-from coserve.tuning.objectives import objective_class
+from coserve.tuning.objectives import check_trains
 from coserve.tuning.optimizer import NUM_MOMENTS, AdapterOptimizer
 from coserve.tuning.pack import make_pack
 from coserve.tuning.programs import evaluation_programs, training_programs
@@ -74,7 +74,10 @@ class TorchTrainer:
         self._evaluation = evaluation_programs(adapter, mean_context_len=mean_context_len)
         self._objective = config.make_objective()
         if self._objective is not None:
-            _check_objective(config.objective, adapter, window)
+            check_trains(config.objective, adapter.config, trains_head=bool(adapter.parameters("head")))
+            if window is not None:
+                what = f"{config.objective} trains on the model that serves"
+                raise AdapterError(f"{what}; jobs on other models have the method supervised")
         self._reference: Tensor | None = None  # log-probabilities of the next pack's rows without the adapter
         self._seed = config.seed
         self._gradients: dict[str, Tensor] | None = None  # of the optimizer step
@@ -229,25 +232,6 @@ class TorchTrainer:
         if self.optimizer is not None:
             del self.moments
         self._gradients = self.optimizer = self.exchange = None
-
-
-def _check_objective(name: str, adapter: Adapter, window: WeightWindow | None) -> None:
-    """AdapterError for what an objective over sequences cannot train."""
-    objective = objective_class(name)
-    if adapter.config.is_model and objective is not None and objective.needs_reference:
-        raise AdapterError(f"{name} compares with the model as it was, and full fine-tuning changes it: use an adapter")
-    if window is not None:
-        raise AdapterError(f"{name} trains on the model that serves; jobs on other models have the method supervised")
-    if adapter.config.num_virtual_tokens:
-        raise AdapterError(f"{name} trains no virtual tokens; an adapter with these has the method supervised")
-    if not adapter.parameters("head"):
-        return
-    if adapter.config.is_model:
-        raise AdapterError(
-            f"{name} does not train the output layer, nor a table of embeddings that is one: choose blocks by "
-            "layers_to_transform, or modules by target_modules"
-        )
-    raise AdapterError(f"{name} does not train an adapter at the output layer; leave lm_head out of target_modules")
 
 
 class TorchCopy:

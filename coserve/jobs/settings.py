@@ -19,7 +19,7 @@ from coserve.models.base import Architecture
 from coserve.settings import MOST_WHOLE, check_number, check_whole, shown
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.evaluation import EvaluationConfig
-from coserve.tuning.objectives import SUPERVISED, make_objective, objective_class, objective_names
+from coserve.tuning.objectives import SUPERVISED, check_trains, make_objective, objective_class, objective_names
 from coserve.tuning.shard import SYNCHRONIZATIONS, DataParallel, Synchronization
 
 _Settings = TypeVar("_Settings")
@@ -174,9 +174,6 @@ def job_settings(
         _check_full(objective)
     if not is_fresh and asked.adapter is not None:
         _refuse("coserve.adapter", "must not be given where the model is an adapter: that one is trained further")
-    adapter = _adapter({} if asked.adapter is None else asked.adapter, architecture) if is_fresh else None
-    num_virtual = num_virtual if adapter is None else adapter.num_virtual_tokens
-    length = _sequence_length(asked.max_sequence_length, max_positions or architecture.max_positions, num_virtual)
     every = asked.checkpoint_every_steps
     evaluation = _evaluation({} if asked.evaluation is None else asked.evaluation, objective, has_validation)
     known = _hyperparameters(hyperparameters)
@@ -185,6 +182,10 @@ def job_settings(
     }
     with _of("method"):
         make_objective(objective, own)
+    given = {} if asked.adapter is None else asked.adapter
+    adapter = _adapter(given, architecture, objective) if is_fresh else None
+    num_virtual = num_virtual if adapter is None else adapter.num_virtual_tokens
+    length = _sequence_length(asked.max_sequence_length, max_positions or architecture.max_positions, num_virtual)
     settings = JobSettings(
         adapter=None if adapter is None else adapter.to_peft(),
         optimizer=_build(
@@ -253,7 +254,7 @@ def _evaluation(given: Any, objective: str, has_validation: bool) -> EvaluationC
     return found
 
 
-def _adapter(given: Mapping[str, Any], architecture: Architecture) -> AdapterConfig:
+def _adapter(given: Mapping[str, Any], architecture: Architecture, objective: str) -> AdapterConfig:
     where = "coserve.adapter"
     if not isinstance(given, Mapping):
         _refuse(where, f"must be an object, not {shown(given)}")
@@ -266,9 +267,13 @@ def _adapter(given: Mapping[str, Any], architecture: Architecture) -> AdapterCon
     for name, wrong in config.misfits(architecture):
         _refuse(f"{where}.{name[:_LONGEST_NAME]}", wrong)
     try:
-        config.sites(architecture)
+        sites = config.sites(architecture)
     except AdapterError as error:
         raise JobError(f"{where}: {error}", param=f"{where}.target_modules") from None
+    try:
+        check_trains(objective, config, trains_head=any(part == "head" for part, _ in sites.values()))
+    except AdapterError as error:
+        raise JobError(f"{where}: {error}", param=where) from None
     return config
 
 

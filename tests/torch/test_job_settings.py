@@ -15,7 +15,7 @@ from coserve.jobs.settings import JobSettings, job_settings
 from coserve.tuning.examples import Example
 
 
-def settings(extension=None, *, is_fresh=True, seed=3, max_positions=None, **hyperparameters):
+def settings(extension=None, *, is_fresh=True, seed=3, max_positions=None, objective="supervised", **hyperparameters):
     return job_settings(
         hyperparameters=hyperparameters,
         extension=extension or {},
@@ -23,6 +23,7 @@ def settings(extension=None, *, is_fresh=True, seed=3, max_positions=None, **hyp
         architecture=make_backbone().architecture,
         is_fresh=is_fresh,
         max_positions=max_positions,
+        objective=objective,
     )
 
 
@@ -150,6 +151,23 @@ def test_numbers_that_are_far_too_large_are_slips():
         settings({"optimizer": {"learning_rate": 10}}, learning_rate_multiplier=1e6)
     with pytest.raises(JobError, match="alpha must be a number above 0 and at most"):
         settings({"adapter": {"alpha": 1e300}})
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ({"type": "p_tuning"}, "simpo trains no virtual tokens"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "simpo does not train an adapter at the output layer"),
+        ({"modules_to_save": ["lm_head"]}, "simpo does not train an adapter at the output layer"),
+    ],
+)
+def test_what_an_objective_over_sequences_does_not_train_is_refused_when_the_job_is_created(adapter, message):
+    extension = {"adapter": adapter}
+    assert settings(extension).adapter is not None
+    with pytest.raises(JobError, match=rf"^coserve\.adapter: {message}") as refused:
+        settings(extension, objective="simpo")
+    assert refused.value.param == "coserve.adapter"
+    assert settings(objective="simpo").objective == "simpo"
 
 
 def test_names_of_models():

@@ -9,8 +9,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from coserve.discovery import variant_class, variant_names
+from coserve.errors import AdapterError
 
 if TYPE_CHECKING:
+    from coserve.adapters.base import AdapterConfig
     from coserve.tuning.objectives.base import Objective
 
 SUPERVISED = "supervised"
@@ -45,3 +47,24 @@ def make_objective(name: str, settings: Mapping[str, Any]) -> "Objective | None"
     if unknown := [each for each in settings if each not in known]:
         raise ValueError(f"{name} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
     return None if found is None else found(**settings)
+
+
+def check_trains(name: str, config: "AdapterConfig", *, trains_head: bool) -> None:
+    """AdapterError for an adapter that an objective over sequences cannot train. trains_head: it has parameters at the
+    output layer.
+    """
+    found = objective_class(name)
+    if found is None:
+        return
+    if config.is_model and found.needs_reference:
+        raise AdapterError(f"{name} compares with the model as it was, and full fine-tuning changes it: use an adapter")
+    if config.num_virtual_tokens:
+        raise AdapterError(f"{name} trains no virtual tokens; an adapter with these has the method supervised")
+    if not trains_head:
+        return
+    if config.is_model:
+        raise AdapterError(
+            f"{name} does not train the output layer, nor a table of embeddings that is one: choose blocks by "
+            "layers_to_transform, or modules by target_modules"
+        )
+    raise AdapterError(f"{name} does not train an adapter at the output layer; leave lm_head out of target_modules")
