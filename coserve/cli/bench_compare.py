@@ -148,6 +148,7 @@ def compare(
     names = _policies(policies) if policies or not hurries else _QUICK_POLICIES
     budget_s = 60 * (_QUICK_MINUTES if quick else _MINUTES)
     shapes, dtype = _shapes(model, dtype, device)
+    refuse_beyond_positions(shapes, sequence)
     config = _config(
         names,
         seconds=seconds or (_QUICK_MODELLED_S if quick else _MODELLED_S),
@@ -289,6 +290,13 @@ def modelled_places(shapes: "Backbone", names: str) -> "list[ModelledPlace]":
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(CATALOGUE)}", param_hint="--hardware")
         places.append(ModelledPlace.of_hardware(shapes, CATALOGUE[name]))
     return places
+
+
+def refuse_beyond_positions(shapes: "Backbone", sequence: int) -> None:
+    """Examples that are longer than what the model was made for."""
+    if sequence > shapes.max_positions:
+        words = f"{sequence} tokens are more than the model has positions: {shapes.max_positions}"
+        raise typer.BadParameter(words, param_hint="--sequence")
 
 
 def modelled_place(shapes: "Backbone", name: str) -> "ModelledPlace":

@@ -20,6 +20,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 # Seconds until a connection stands; and between two pieces of an answer: a busy engine may take long to the first.
 _TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 _JSON = {"Content-Type": "application/json"}
+_PER_PAGE = 100
 
 
 class Client:
@@ -47,6 +48,16 @@ class Client:
     def get(self, path: str, **params: Any) -> Any:
         """The JSON of an answer; None in params is left out."""
         return self._send("GET", path, params={name: value for name, value in params.items() if value is not None})
+
+    def each(self, path: str) -> Iterator[dict[str, Any]]:
+        """Of a list of the API that comes in pages: the newest first, asked for as they are wanted."""
+        after: str | None = None
+        while True:
+            page = self.get(path, after=after, limit=_PER_PAGE)
+            yield from page["data"]
+            if not page.get("has_more") or not page["data"]:
+                return
+            after = page["data"][-1]["id"]
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON of an answer."""
@@ -111,7 +122,7 @@ class Client:
 
 def base_url(url: str) -> str:
     """Without `/v1` and slashes at its end; ServerError if it is no address."""
-    if not url.startswith(("http://", "https://")):
+    if not url.lower().startswith(("http://", "https://")):
         raise ServerError(f"{url!r} is no address of a server: it must begin with http:// or https://")
     try:
         host = httpx.URL(url).host

@@ -2,12 +2,12 @@
 
 import time
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from coserve.client.http import Client
 
 OVER = ("succeeded", "failed", "cancelled")
-_EVENTS_PER_CALL = 100
 ANSWERS = ("valid_exact_match", "valid_json_valid", "valid_json_match")
 
 
@@ -79,15 +79,6 @@ class JobProgress:
 
 
 def events_after(client: Client, job_id: str, last: str | None) -> list[dict[str, Any]]:
-    """Events newer than one, oldest first. The API lists the newest first, and pages to older ones."""
-    found: list[dict[str, Any]] = []
-    after: str | None = None
-    while True:
-        page = client.get(f"/v1/fine_tuning/jobs/{job_id}/events", after=after, limit=_EVENTS_PER_CALL)
-        for event in page["data"]:
-            if event["id"] == last:
-                return found[::-1]
-            found.append(event)
-        if not page.get("has_more") or not page["data"]:
-            return found[::-1]
-        after = page["data"][-1]["id"]
+    """Events newer than one, oldest first."""
+    newest_first = client.each(f"/v1/fine_tuning/jobs/{job_id}/events")
+    return list(takewhile(lambda event: event["id"] != last, newest_first))[::-1]

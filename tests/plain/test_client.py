@@ -23,6 +23,11 @@ def test_an_address_that_is_none(url, words):
     assert words in str(caught.value)
 
 
+def test_an_address_in_capitals_is_one():
+    with Client("HTTP://127.0.0.1:9/v1") as client:
+        assert client.url == "HTTP://127.0.0.1:9"
+
+
 @pytest.mark.parametrize("key", ["schlüssel", "two\nlines"])
 def test_a_key_that_no_header_holds_is_not_shown(key):
     with pytest.raises(ServerError, match="the API key is none: a key has no line ends, and no letters") as caught:

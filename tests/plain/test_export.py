@@ -75,6 +75,24 @@ def test_a_job_without_a_finished_model_is_said_with_its_checkpoints(tmp_path):
     assert "written" in export(f"{running.name}:ckpt-step-4", tmp_path / "out", "--home", home.path)
 
 
+def test_the_name_of_what_is_written_is_told(tmp_path):
+    """Of `last`, one could not know it otherwise."""
+    home = HandMade(tmp_path / "home")
+    running = home.job()
+    home.checkpoint(running, 4)
+    home.close()
+    name, at = f"{running.name}:ckpt-step-4", ("--home", home.path)
+    assert export(name, tmp_path / "one", *at) == f"{tmp_path / 'one'}: {name} written\n"
+    told = {"directory": str(tmp_path / "two"), "merged": False, "exported": name}
+    assert json.loads(export(name, tmp_path / "two", *at, "--json")) == told
+
+
+def test_a_base_model_is_for_merging(adapter, tmp_path):
+    result = CliRunner().invoke(app, ["export", str(adapter), str(tmp_path / "out"), "--model", "tiny"])
+    assert result.exit_code == 2 and "this is for --merge" in result.output
+    assert not (tmp_path / "out").exists()
+
+
 def test_random_weights_are_not_made_to_be_refused(adapter, tmp_path):
     """Those of this model take 32 GB."""
     with pytest.raises(CoserveError, match="has no files of weights"):

@@ -169,6 +169,12 @@ def test_options_before_a_command_are_not_passed_over(coserve):
         assert f"{options[0]}: this is for the list of jobs; options of cancel come after it" in err
 
 
+def test_a_job_that_no_server_can_have_is_said_in_one_line(coserve):
+    for job in ("", "a/b?c", "../files"):
+        words = f"error: {job!r} is no job: it must be an id such as ftjob-…, or last\n"
+        assert coserve("jobs", "show", job) == coserve("jobs", "cancel", job) == (1, "", words)
+
+
 def test_a_job_that_is_refused_leaves_no_files(coserve, served, examples, tmp_path):
     def files() -> list[str]:
         with Client(served.url) as client:

@@ -97,6 +97,7 @@ def test_bad_input_is_one_line(tmp_path: Path):
         (("--trace", str(day), "--rate", "inf"), "less than or equal to 1000000000"),
         (("--trace", str(day), "--rate", "1", "--price", "inf"), "less than or equal to 1000000000"),
         (("--trace", str(day), "--rate", "1", "--sample", "inf"), "less than or equal to 3600"),
+        (("--trace", str(day), "--rate", "1", "--sequence", "200000"), "more than the model has positions: 131072"),
         (("--trace", str(day), "--rate", "1", "--where", "slice=a"), "has requests by hour, and no rows to choose"),
         (("--trace", str(day), "--where", "slice"), "'slice' must be COLUMN=VALUE, such as slice=dense"),
     ):

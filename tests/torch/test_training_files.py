@@ -175,6 +175,16 @@ def test_a_file_that_a_job_would_refuse_is_refused(tmp_path, monkeypatch, capsys
     assert json.loads(out.splitlines()[-1])["faults"][0].startswith("line 2: needs messages")
 
 
+def test_a_method_that_is_none_is_named_as_jobs_name_them(tmp_path, monkeypatch, capsys):
+    path = write(tmp_path / "data.jsonl", [{"text": "fine"}])
+    monkeypatch.setattr(sys, "argv", ["coserve", "data", "check", str(path), "--method", "policy-gradient"])
+    with pytest.raises(SystemExit) as status:
+        main()
+    told = " ".join(capsys.readouterr().err.split())
+    assert status.value.code == 2 and "--method" in told
+    assert "'policy-gradient' is not one of supervised" in told and "policy_gradient" in told
+
+
 def test_the_time_is_that_of_the_stored_profile(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COSERVE_HOME", str(tmp_path / "home"))
     hardware = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)

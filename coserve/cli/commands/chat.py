@@ -44,7 +44,8 @@ def chat(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Talk to a model. Without a server at --url, one is started for as long as the conversation lasts.
+    """Talk to a model. Without --url, and without a server at the usual address, one is started for as long as
+    the conversation lasts.
 
     In a pipe, every line of stdin is a question of the same conversation: `echo "Hello" | coserve chat`.
     """

@@ -64,8 +64,11 @@ def check(
     from coserve.jobs.settings import job_settings
     from coserve.models.families import build_architecture
     from coserve.models.source import find_model
+    from coserve.tuning.objectives import objective_names
     from coserve.tuning.training_files import TrainingFile
 
+    if method not in (names := [each.replace("-", "_") for each in objective_names()]):
+        raise typer.BadParameter(f"{method!r} is not one of {', '.join(names)}", param_hint="--method")
     source = find_model(model, with_weights=False)
     architecture, tokenizer = build_architecture(source.config), load_tokenizer(source)
     if tokenizer is None:

@@ -37,7 +37,9 @@ def export(
     """
     from coserve.errors import AdapterError
 
-    found, base, is_model = _find(name, home, database)
+    if model is not None and not merge:
+        raise typer.BadParameter("this is for --merge: an adapter is written as it is", param_hint="--model")
+    found, base, is_model, name = _find(name, home, database)
     with _written_whole(directory) as part:
         if is_model:
             _copy_model(found, part)
@@ -51,7 +53,9 @@ def export(
             for file in (CONFIG_FILE, WEIGHTS_FILE):
                 shutil.copy(found / file, part)
     print(
-        json.dumps({"directory": str(directory), "merged": merge or is_model}) if as_json else f"{directory}: written"
+        json.dumps({"directory": str(directory), "merged": merge or is_model, "exported": name})
+        if as_json
+        else f"{directory}: {name} written"
     )
 
 
@@ -83,13 +87,13 @@ def _written_whole(directory: Path) -> Iterator[Path]:
                 directory.rmdir()
 
 
-def _find(name: str, home: str | None, database: str | None) -> tuple[Path, str | None, bool]:
-    """The directory, the model that it is of, if that is known, and whether it is a model by itself."""
+def _find(name: str, home: str | None, database: str | None) -> tuple[Path, str | None, bool, str]:
+    """The directory, the model that it is of, if that is known, whether it is a model by itself, and its name."""
     path = Path(name)
     if (path / CONFIG_FILE).is_file():
-        return path, _base_of(path / CONFIG_FILE), False
+        return path, _base_of(path / CONFIG_FILE), False, name
     found = find_finished(name, home, database)
-    return found.directory, found.base, found.is_model
+    return found.directory, found.base, found.is_model, found.name
 
 
 def _base_of(config: Path) -> str | None:

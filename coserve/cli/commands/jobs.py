@@ -14,6 +14,7 @@ from coserve.errors import JobError
 
 JobId = Annotated[str, typer.Argument(metavar="ID", help="Of the job, such as ftjob-…, or `last` for the newest.")]
 
+_ID = re.compile(r"[\w-]+", re.ASCII)
 _FILE = re.compile(r"^\w+_file file-\w+: ")
 _LONGEST_ERROR = 40  # characters of a list's line
 
@@ -85,7 +86,7 @@ def show(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Js
     """All that the server knows of a job, and its checkpoints."""
     with Client(url, api_key) as client:
         record = _find(client, job)
-        checkpoints = client.get(f"/v1/fine_tuning/jobs/{record['id']}/checkpoints", limit=100)["data"]
+        checkpoints = list(client.each(f"/v1/fine_tuning/jobs/{record['id']}/checkpoints"))
     if as_json:
         print(json.dumps({**record, "checkpoints": checkpoints}))
         return
@@ -175,6 +176,8 @@ def _do(verb: str, job: str, url: str, api_key: str | None, as_json: bool) -> No
 
 
 def _find(client: Client, job: str) -> dict[str, Any]:
+    if not _ID.fullmatch(job):
+        raise JobError(f"{job!r} is no job: it must be an id such as ftjob-…, or last")
     if job != "last":
         record: dict[str, Any] = client.get(f"/v1/fine_tuning/jobs/{job}")
         return record

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coserve.cli.bench_compare import modelled_place
+from coserve.cli.bench_compare import modelled_place, refuse_beyond_positions
 from coserve.cli.report_option import report_option, write_report
 from coserve.cli.slo_option import slo_option
 from coserve.cli.where_option import Where, values_by_column
@@ -73,6 +73,7 @@ def plan(
 
     hours = _hours(trace, where, rate=rate, lengths=lengths, sample_s=sample, seed=seed)
     shapes = load_backbone(model, dtype=dtype, device=torch.device("meta"))
+    refuse_beyond_positions(shapes, sequence)
     place = modelled_place(shapes, hardware)
     config = CompareConfig(
         policies=(),
