@@ -111,13 +111,18 @@ class JobSettings:
         if not num_examples:
             names = ("n_epochs", "batch_size", "learning_rate_multiplier")
             known = {name: "auto" if (value := getattr(self, name)) is None else value for name in names}
-            return known | self.objective_settings
+            return known | self._objective_settings()
         config = self.tuning_config(num_examples)
         return {
             "n_epochs": config.num_epochs,
             "batch_size": config.batch_size,
             "learning_rate_multiplier": self.learning_rate_multiplier or 1.0,
-        } | self.objective_settings
+        } | self._objective_settings()
+
+    def _objective_settings(self) -> dict[str, Any]:
+        """Those that were given, and what the others are."""
+        made = make_objective(self.objective, self.objective_settings)
+        return {} if made is None else {each.name: getattr(made, each.name) for each in fields(made)}
 
     def to_data(self) -> dict[str, Any]:
         """As plain data; `from_data` is the inverse."""

@@ -108,7 +108,7 @@ class Uploads:
 
     def cancel(self, upload: UploadRecord) -> None:
         """Forget its parts; JobError if it is over."""
-        _check_pending(upload)
+        _check_pending(upload, "it cannot be cancelled any more")
         with self._store.write() as transaction:
             parts = [part.id for part in transaction.parts(upload.id)]
             for part in parts:
@@ -127,6 +127,6 @@ def status_of(upload: UploadRecord) -> str:
     return "expired" if is_late else upload.status
 
 
-def _check_pending(upload: UploadRecord) -> None:
+def _check_pending(upload: UploadRecord, so: str = "it takes no parts any more") -> None:
     if (status := status_of(upload)) != "pending":
-        raise JobError(f"Upload {upload.id} is {status}: it takes no parts any more")
+        raise JobError(f"Upload {upload.id} is {status}: {so}")

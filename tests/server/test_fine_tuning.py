@@ -104,6 +104,13 @@ def test_files(client):
     assert kept.expires_at == kept.created_at + 3600
 
 
+def test_an_upload_is_cancelled_once(client):
+    begun = client.uploads.create(bytes=2, filename="f", mime_type="", purpose="batch")
+    assert client.uploads.cancel(begun.id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="is cancelled: it cannot be cancelled any more"):
+        client.uploads.cancel(begun.id)
+
+
 def test_uploads_that_are_refused(served, client):
     key = {"Authorization": "Bearer key-1"}
     file = {"file": ("a.jsonl", b"{}")}

@@ -60,6 +60,15 @@ def test_auto_means_what_it_says():
     assert LoraConfig.from_peft(made.adapter) == LoraConfig(r=16, alpha=32, target_modules="all-linear")
 
 
+def test_a_job_shows_its_objectives_settings_also_those_that_were_not_given():
+    own = {"beta": 0.1, "label_smoothing": 0.2}
+    for given in ({"label_smoothing": 0.2}, {"beta": "auto", "label_smoothing": 0.2}):
+        made = settings(objective="dpo", **given)
+        for num_examples in (0, 9):
+            shown = made.hyperparameters(num_examples)
+            assert {name: shown[name] for name in shown if name in own} == own
+
+
 def test_what_is_asked_for_is_what_the_job_is_told():
     adapter = {"type": "lora", "r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"], "dropout": 0.5}
     extension = {
