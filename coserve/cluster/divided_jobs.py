@@ -111,7 +111,7 @@ class DividedJobs:
                 raise
             except CoserveError:
                 divided.is_over = True
-                await self._end(divided)
+                await self._leave(divided)
                 raise
         divided.starts = [self._soon(self._start_later(divided, number)) for number in range(1, len(divided.shards))]
 
@@ -242,10 +242,10 @@ class DividedJobs:
     async def _start_shard(self, job: _Divided, number: int) -> None:
         """On a node of its own."""
         siblings = job.shards[:number]
-        while any(self._jobs.node_of(shard) is None for shard in siblings):
-            if self._divided.get(job.id) is not job:
-                return
+        while self._divided.get(job.id) is job and any(self._jobs.node_of(shard) is None for shard in siblings):
             await asyncio.sleep(_WAIT_S)
+        if self._divided.get(job.id) is not job:
+            return
         shard = Shard(
             job=job.id,
             index=number,
@@ -313,18 +313,15 @@ class DividedJobs:
                 await self._rest(job)
             if self._divided.get(job.id) is not job:
                 return
-            await self._end(job)
+            await self._leave(job)
         self._lost(frozenset({job.id}))
 
-    async def _end(self, job: _Divided) -> None:
-        self._forget(job)
-        await self._end_shards(job, self._nodes_of(job))
-
-    def _leave(self, job: _Divided) -> None:
-        """The same, soon; shards of the same job wait for that."""
+    def _leave(self, job: _Divided) -> "asyncio.Task[None]":
+        """End all shards; others of the same job wait for that."""
         self._forget(job)
         ending = self._leaving[job.id] = self._soon(self._end_shards(job, self._nodes_of(job)))
         ending.add_done_callback(lambda _: self._leaving.get(job.id) is ending and self._leaving.pop(job.id))
+        return ending
 
     def _forget(self, job: _Divided) -> None:
         """What its shards still say is too late."""

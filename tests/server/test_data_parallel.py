@@ -13,11 +13,13 @@ from job_data import DATA, adapter_in, distance, steps_of
 from job_engine import World, world
 from lengths import long_but
 
+from coserve.cluster.messages import CommandBatch
 from coserve.devices.job_messages import PublishVersion, TakeContribution
 from coserve.devices.messages import SaveAdapter
 from coserve.engine.engine import Engine
 from coserve.errors import JobError
 from coserve.jobs.records import JobRecord
+from coserve.worker.protocol import CancelJob, StartJob, decode_command
 
 
 async def create(made: World, *, epochs: int = 3, **extension: Any) -> JobRecord:
@@ -122,6 +124,37 @@ def test_a_node_that_dies_loses_nothing_and_no_example_is_used_twice(tmp_path: P
     if strategy == "synchronous":
         _, alone = on_one_node(tmp_path / "one", epochs=12)
         assert distance(learned[36], alone[36]) < 1e-4
+
+
+def test_a_job_that_ends_while_its_first_node_is_asked_is_started_on_no_others(tmp_path: Path):
+    """They would keep their parts, and refuse those of the job that is started anew."""
+
+    async def test() -> None:
+        async with cluster_world(tmp_path) as made:
+            first = made.node(0)
+            send = first.send
+            answers = {kind: asyncio.Event() for kind in (StartJob, CancelJob)}
+
+            async def send_late(session: str, batch: CommandBatch) -> None:
+                for each in batch.commands:
+                    if (answer := answers.get(type(decode_command(each)))) is not None:
+                        await answer.wait()
+                await send(session, batch)
+
+            first.send = send_late  # type: ignore[method-assign]
+            job = await create(made.world, data_parallel=3)
+            await made.until(lambda: made.working(job.id) == ["node-0"])
+            made.node(2).die()
+            await made.until(lambda: made.num_ready() == 2)
+            answers[StartJob].set()
+            await made.until(lambda: first.of(StartJob))
+            await asyncio.sleep(0.2)  # in which others would be asked
+            answers[CancelJob].set()
+            await finished(made.world, job)
+            by_node = [[each.job.id for each in made.node(number).of(StartJob)] for number in (0, 1)]
+            assert len(by_node[0]) == 2 and len(by_node[1]) == 1, by_node
+
+    run(test)
 
 
 @pytest.mark.parametrize("strategy", long_but("synchronous", of=STRATEGIES))
