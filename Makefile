@@ -73,7 +73,7 @@ SEED ?= 0
 STREAMS ?= 512
 storm: setup  ## Operations and faults, in virtual time and on real processes; a failure prints what repeats it
 	PYTHONPATH=tests $(BIN)/python -m storm simulated --minutes $(MINUTES) --first-seed $(SEED)
-	PYTHONPATH=tests $(BIN)/python -m storm clustered --minutes $(MINUTES) --first-seed $(SEED)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m storm clustered --minutes $(MINUTES) --first-seed $(SEED)
 	PYTHONPATH=tests $(BIN)/python -m storm real --minutes $(MINUTES) --seed $(SEED) --streams $(STREAMS)
 
 lint: setup  ## Format, lint and types of the package, tests, scripts and benchmarks
