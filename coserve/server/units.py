@@ -1,6 +1,9 @@
 """Sizes and durations as people write them."""
 
 import re
+from math import inf
+
+from coserve.settings import shown
 
 _UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "h": 3600.0}
@@ -28,7 +31,10 @@ def slo_seconds(text: str) -> float:
     number, unit = _number_and_unit(text)
     if not unit:
         raise ValueError(f"{text!r} has no unit; give {number:g}ms (which is {number / 1e3:g}s), or {number:g}s")
-    return seconds_of(text)
+    value = seconds_of(text)
+    if not 0 < value < inf:
+        raise ValueError(f"{shown(text)} must be above 0 and finite; give a time such as 40ms")
+    return value
 
 
 def _number_and_unit(text: str) -> tuple[float, str]:

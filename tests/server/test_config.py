@@ -68,6 +68,9 @@ def test_an_slo_has_a_unit():
         ("50", "'50' has no unit; give 50ms (which is 0.05s), or 50s"),
         ("0.5", "0.5ms"),
         ("x", "is no"),
+        ("0s", "'0s' must be above 0"),
+        ("0.0 ms", "'0.0 ms' must be above 0"),
+        ("9" * 400 + "s", "must be above 0 and finite"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             slo_seconds(text)

@@ -394,6 +394,7 @@ def test_separate_processes_are_not_modelled(tmp_path):
         (("--rates", "1,x"), "'1,x' must be numbers above 0"),
         (("--device", "modelled", "--hardware", "abacus"), f"'abacus' is not one of {', '.join(CATALOGUE)}"),
         (("--slo-ttft", "5"), "has no unit"),
+        (("--slo-tpot", "0ms"), "'0ms' must be above 0"),
         (("--hardware", "h100"), "this comparison would run on this machine: add --device modelled"),
         (("--workers", "2"), "add --device modelled, or leave out --workers"),
         (("--picture", "."), ". cannot be written (it is a directory)"),
