@@ -173,8 +173,9 @@ def adapt(
     for this many seconds; lengths are cut.
     """
     factor = 1.0
-    if rate is not None and len(trace) > 1:
-        factor = (len(trace) - 1) / (trace[-1].at_s - trace[0].at_s) / rate
+    # Requests that all come at once do so at any rate.
+    if rate is not None and (span_s := trace[-1].at_s - trace[0].at_s) > 0:
+        factor = (len(trace) - 1) / span_s / rate
     adapted = [
         TracedRequest(
             at_s=(request.at_s - start_s) * factor,

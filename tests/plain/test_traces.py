@@ -10,7 +10,15 @@ import pytest
 from coserve.errors import DataError
 from coserve.workloads.arrivals import LogNormalLengths, RecordedLengths, bursty, daily, gamma, poisson
 from coserve.workloads.summary import RequestOutcome, percentile, summarize
-from coserve.workloads.traces import adapt, read_day, read_lengths, read_trace, rescale, scale_lengths
+from coserve.workloads.traces import (
+    TracedRequest,
+    adapt,
+    read_day,
+    read_lengths,
+    read_trace,
+    rescale,
+    scale_lengths,
+)
 
 RECORDED = Path(__file__).parents[3] / "shared" / "data"
 
@@ -65,6 +73,11 @@ def test_recorded_traces_are_read_and_fitted_to_a_machine(tmp_path):
     with gzip.open(tmp_path / "t.csv.gz", "wt") as file:
         file.write("slice,timestamp_s,request_tokens,response_tokens\na,5,1,2\nb,6,3,4\nb,8,5,6\n")
     assert [r.at_s for r in read_trace(tmp_path / "t.csv.gz", where={"slice": "b"})] == [0, 2]
+
+
+def test_requests_that_all_come_at_once_do_so_at_any_rate():
+    trace = [TracedRequest(at_s=0, num_prompt_tokens=5, num_output_tokens=index) for index in (1, 2)]
+    assert adapt(trace, rate=2, seconds=1) == trace
 
 
 def test_slices_of_a_trace_are_no_trace(tmp_path):
