@@ -18,6 +18,18 @@ def report_option(path: Path) -> Path:
     return path
 
 
+def report_directory_option(path: Path) -> Path:
+    """The same for a directory, which is made later, with those that it lies in."""
+    try:
+        there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        with TemporaryFile(dir=there):
+            return path
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{path} cannot be written ({error.strerror}): name a directory that you may write to"
+        ) from None
+
+
 def write_report(path: Path, page: str) -> None:
     """CoserveError: that cannot be done any more; the results have been printed by then."""
     try:

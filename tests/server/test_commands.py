@@ -85,6 +85,14 @@ def test_mistakes_are_one_line(coserve, tmp_path):
         assert err.startswith("error: ") and words in err and err.count("\n") == 1, err
 
 
+def test_a_report_of_the_demo_that_cannot_be_written_is_said_before_anything_runs(coserve, tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "report"):
+        status, told, err = coserve("demo", "--out", str(out), "--trace", str(tmp_path / "nothing.csv"))
+        assert (status, told, err.count("\n")) == (2, "", 1), err
+        assert f"{out} cannot be written (Not a directory): name a directory" in err and "--out" in err
+
+
 def test_a_model_that_is_not_there_names_the_most_likely_and_says_what_it_leaves_out():
     names = [f"ft:small:org:{suffix}:{i}" for i, suffix in enumerate(("old", "mid", "new"))]
     models = [{"id": "small", "parent": None, "created": 9}]

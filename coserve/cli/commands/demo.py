@@ -14,6 +14,7 @@ import typer
 
 from coserve.adapters.file_names import CONFIG_FILE
 from coserve.cli.connection import own_server
+from coserve.cli.report_option import report_directory_option
 from coserve.cli.slo_option import slo_option
 from coserve.cli.where_option import Where, values_by_column
 from coserve.errors import CoserveError
@@ -31,7 +32,12 @@ _QUICK: dict[str, Any] = {"seconds": 3.0, "rate": 4.0, "num_scored": 4, "num_que
 
 def demo(
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where the report goes; what an earlier demo left is replaced.")
+        Path,
+        typer.Option(
+            metavar="DIR",
+            callback=report_directory_option,
+            help="Where the report goes; what an earlier demo left is replaced.",
+        ),
     ] = Path("demo-report"),
     lesson: Annotated[
         LessonName, typer.Option(help="What the model learns: a manner, or words of a new language.")
