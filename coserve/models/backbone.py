@@ -22,6 +22,7 @@ from coserve.models.weights import (
     load_weights,
     random_weights,
 )
+from coserve.settings import is_whole, shown
 
 # Rows of a block, where results must not depend on the company: about as many as cost little more than one, since
 # the weight has to come from memory.
@@ -136,9 +137,13 @@ def build_backbone(
 ) -> Backbone:
     """Load the weights of a model that has been found; on the "meta" device it has shapes only, whatever its size."""
     architecture = build_architecture(source.config)
-    if max_positions is not None and max_positions > architecture.max_positions:
-        raise ModelError(f"{max_positions} positions are more than the {architecture.max_positions} of {source.name}")
-    max_positions = max_positions or architecture.max_positions
+    most = architecture.max_positions
+    if max_positions is None:
+        max_positions = most
+    if not is_whole(max_positions, 1):
+        raise ModelError(f"max_positions must be a whole number from 1 to {most}, not {shown(max_positions)}")
+    if max_positions > most:
+        raise ModelError(f"{max_positions} positions are more than the {most} of {source.name}")
     compute_dtype, rotary = resolve_dtype(source, dtype), architecture.rotary_tables()
     storage = WeightStorage(dtype=compute_dtype, weight_format=weight_format, backend=find_backend(device, kernels))
     if device.type == "meta":

@@ -142,6 +142,12 @@ def test_more_positions_than_the_model_has_are_refused(directory):
         load_backbone(directory, max_positions=65)
 
 
+@pytest.mark.parametrize("wrong", [0, -5, 1.5, True])
+def test_positions_that_are_no_number_of_them_are_refused(directory, wrong):
+    with pytest.raises(ModelError, match=f"max_positions must be a whole number from 1 to 64, not {wrong}"):
+        Engine.load(directory, dtype="float32", max_positions=wrong)
+
+
 @pytest.mark.parametrize("which", ["long_factor", "short_factor"])
 @pytest.mark.parametrize("factors", [[1.0, 2.0], [1.0, 2.0, 3.0, 4.0], "a", None])
 def test_factors_that_do_not_fit_are_refused(which, factors):
