@@ -194,8 +194,8 @@ class Engine(EngineCore):
         request_id: str | None = None,
     ) -> str:
         """Queue a request (see `add_tokens`); `step` brings its chunks."""
-        tokens = self.tokens_of(prompt)
-        return self.add_tokens(tokens, params or SamplingParams(), adapter=adapter, slo=slo, request_id=request_id)
+        params = SamplingParams() if params is None else params
+        return self.add_tokens(self.tokens_of(prompt), params, adapter=adapter, slo=slo, request_id=request_id)
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, adapter: str | None = None

@@ -80,6 +80,9 @@ class Serving:
         """Queue the sequences of a request; see `EngineCore.add_tokens`."""
         if name in self._queue:
             raise RequestError(f"there is a request {name!r} already")
+        if not isinstance(params, SamplingParams):
+            kind = type(params).__name__
+            raise RequestError(f"params must be one SamplingParams, for all prompts, not a {kind}")
         if params.grammar is not None:
             self._grammars.open(params.grammar)
         if arrival_s is None:

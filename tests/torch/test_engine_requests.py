@@ -477,6 +477,17 @@ def test_a_request_that_can_never_be_served_is_refused(prompt, named, message):
     assert len(engine.generate([[1] * 60], greedy(40))[0].tokens) == 40, "what just fits is served"
 
 
+@pytest.mark.parametrize("wrong", [{"max_tokens": 2}, [SamplingParams(max_tokens=2)], {}, []])
+def test_parameters_of_another_kind_are_refused(wrong):
+    engine = make_engine()
+    words = f"params must be one SamplingParams, for all prompts, not a {type(wrong).__name__}"
+    with pytest.raises(RequestError, match=words):
+        engine.generate([[1, 2]], wrong)
+    with pytest.raises(RequestError, match=words):
+        next(engine.stream([1, 2], wrong))
+    assert not engine.has_work
+
+
 def test_names_of_requests_and_adapters_are_checked():
     engine = make_engine(tokenizer=word_tokenizer())
     serve_adapters(engine)
