@@ -1,10 +1,14 @@
 """The HTTP application: routes, who may ask, how long bodies may be, and errors in OpenAI's form."""
 
+from collections.abc import Sequence
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
 
 from coserve.discovery import variant_module, variant_names
 from coserve.errors import CoserveError, DiskFullError
@@ -24,6 +28,9 @@ from coserve.server.responses import json_response
 from coserve.server.tenants import TenantMiddleware
 from coserve.server.tracing import TracingMiddleware
 from coserve.version import VERSION
+
+# Those that routes here have, beside HEAD, which is answered as GET is.
+_METHODS = ("GET", "POST", "DELETE")
 
 
 def create_app(context: ServerContext) -> FastAPI:
@@ -106,7 +113,18 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
         405: f"Not allowed to {request.method} on {request.url.path}",
     }
     message = messages.get(error.status_code, str(error.detail))
-    return _answered(request, ApiError(message, status=error.status_code, headers=dict(error.headers or {})))
+    headers = {"Allow": _allowed(request)} if error.status_code == 405 else dict(error.headers or {})
+    return _answered(request, ApiError(message, status=error.status_code, headers=headers))
+
+
+def _allowed(request: Request) -> str:
+    """The methods of all routes at an address; Starlette's own answer has those of the first alone."""
+    found = [method for method in _METHODS if _is_routed({**request.scope, "method": method}, request.app.routes)]
+    return ", ".join([*found, "HEAD"] if "GET" in found else found)
+
+
+def _is_routed(scope: Scope, among: Sequence[BaseRoute]) -> bool:
+    return any(route.matches(scope)[0] == Match.FULL for route in among)
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -121,6 +122,20 @@ def test_half_characters_are_refused_where_they_would_be_used(served: Served):
 def test_addresses_and_methods_that_are_not_there(served: Served):
     assert "Invalid URL (POST /v1/compleshuns)" in refusal(served, "/v1/compleshuns", 404)["message"]
     assert "Not allowed to POST" in refusal(served, "/v1/models", 405)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/models", "GET, HEAD"),
+        ("/v1/models/small", "GET, DELETE, HEAD"),
+        ("/v1/files", "GET, POST, HEAD"),
+        ("/v1/completions", "POST"),
+    ],
+)
+def test_a_method_that_is_not_there_is_told_all_that_are(served: Served, path: str, methods: str):
+    answer = httpx.put(f"{served.url}{path}", timeout=60)
+    assert (answer.status_code, answer.headers["allow"]) == (405, methods)
 
 
 def test_bodies_that_are_too_long(served: Served):
