@@ -91,7 +91,8 @@ async def _generation(
     messages = [plain_message(message) for message in body.messages]
     if body.truncate_prompt_tokens is None:
         check_length(context.prompts, [*messages, *tools.shown], ready, param="messages")
-    tokens = await context.prompts.tokens(messages, template_arguments(body, tools, context.prompts.chat_template))
+    template = template_arguments(body, tools, context.prompts.chat_template)
+    tokens = await context.prompts.tokens(messages, template, param="messages")
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked: int | None = getattr(body, limit)
     if asked is not None and asked < 1:

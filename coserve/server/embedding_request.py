@@ -63,7 +63,7 @@ async def embedding_request(body: EmbeddingBody, context: ServerContext, tenant:
     for given in inputs:
         if body.truncate_prompt_tokens is None:
             check_length(context.prompts, given, ready, param="input")
-        tokens = await context.prompts.tokens(given, special=body.add_special_tokens)
+        tokens = await context.prompts.tokens(given, special=body.add_special_tokens, param="input")
         if (most := body.truncate_prompt_tokens) is not None:
             tokens = tokens[: most_tokens(ready) - 1 if most == -1 else most]
         check_prompt(tokens, 1, ready, param="input")

@@ -13,6 +13,7 @@ from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
 from coserve.engine.vocabulary import TokenBytes
 from coserve.errors import CoserveError, ModelError, RequestError
 from coserve.models.source import ModelSource, find_model
+from coserve.server.errors import ApiError
 from coserve.server.generation_defaults import read_defaults
 
 if TYPE_CHECKING:
@@ -95,15 +96,24 @@ class Prompts:
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def tokens(
-        self, prompt: Prompt, template: Mapping[str, Any] | None = None, special: bool | None = None
+        self,
+        prompt: Prompt,
+        template: Mapping[str, Any] | None = None,
+        special: bool | None = None,
+        *,
+        param: str | None = None,
     ) -> list[int]:
-        """A prompt's token ids; RequestError for one that cannot be read. template, special: see `tokens_of`."""
+        """A prompt's token ids; ApiError for one that cannot be read. template, special: see `tokens_of`. param: the
+        field that it comes from.
+        """
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
             return list(prompt)  # type: ignore[arg-type]
         is_long = num_characters(prompt) > _LONG
-        tokens: list[int] = await self._run(
-            self._slow_threads if is_long else self._thread, self._tokens, prompt, is_long, template, special
-        )
+        thread = self._slow_threads if is_long else self._thread
+        try:
+            tokens: list[int] = await self._run(thread, self._tokens, prompt, is_long, template, special)
+        except RequestError as error:
+            raise ApiError(str(error), param=param) from None
         return tokens
 
     def _tokens(

@@ -224,14 +224,25 @@ def template_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if plain.get("role") == "developer":
         plain["role"] = "system"
     if calls := message.get("tool_calls"):
-        try:
-            plain["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"])}}
-                for call in calls
-            ]
-        except (TypeError, KeyError, ValueError) as error:
-            raise DataError(f"tool_calls must have a function with a name and JSON arguments: {error!r}") from None
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            raise DataError("tool_calls must have a function with a name and arguments each, in a list of objects")
+        plain["tool_calls"] = [_template_call(call, f"tool_calls[{index}]") for index, call in enumerate(calls)]
     return plain
+
+
+def _template_call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or "arguments" not in function:
+        raise DataError(f"{place}.function must be an object with a name and arguments")
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise DataError(f"{place}.function.arguments is not valid JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise DataError(f"{place}.function.arguments must be a JSON object")
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _given(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,13 +259,6 @@ def _plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _refused(error: Exception) -> DataError:
     return DataError(f"the chat template refuses it: {' '.join(str(error).split())}")
-
-
-def _arguments(value: Any) -> dict[str, Any]:
-    arguments = json.loads(value or "{}") if isinstance(value, str) else value
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{value!r} is no JSON object")
-    return arguments
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

@@ -114,9 +114,29 @@ def test_half_characters_are_refused_where_they_would_be_used(served: Served):
     for field in ("prompt", "stop", "model"):
         body = json.dumps({"model": "small", "prompt": "x", field: "a\ud800"})
         error = refusal(served, content=body, headers={"Content-Type": "application/json"})
-        assert "surrogate" in error["message"]
-    body = json.dumps({"model": "small", "messages": [{"role": "user", "content": "\ud800"}]})
-    refusal(served, "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+        assert "surrogate" in error["message"] and error["param"] == field
+    for path, more in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}),
+        ("/v1/embeddings", {"input": "\ud800"}),
+        ("/tokenize", {"prompt": "\ud800"}),
+    ):
+        body = json.dumps({"model": "small", **more})
+        error = refusal(served, path, content=body, headers={"Content-Type": "application/json"})
+        assert error["param"] == next(iter(more))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ({}, "tool_calls[0].function must be an object with a name and arguments"),
+        ({"function": {"name": "f", "arguments": "{bad"}}, "tool_calls[0].function.arguments is not valid JSON: Expec"),
+        ({"function": {"name": "f", "arguments": "5"}}, "tool_calls[0].function.arguments must be a JSON object"),
+    ],
+)
+def test_calls_of_earlier_turns_that_are_wrong(served: Served, call: dict[str, Any], words: str):
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    error = refusal(served, "/v1/chat/completions", json={"model": "small", "messages": messages})
+    assert error["message"].startswith(words) and error["param"] == "messages"
 
 
 def test_addresses_and_methods_that_are_not_there(served: Served):

@@ -38,7 +38,8 @@ async def tokenize(body: TokenizeBody, context: Context, tenant: Tenant) -> Resp
         template = template_arguments(chat, Tools(shown=tuple(body.tools or ())), context.prompts.chat_template)
     if (length := num_characters(given)) > _MOST_CHARACTERS:
         raise ApiError(f"the text has {length} characters; at most {_MOST_CHARACTERS} are tokenized at once")
-    tokens = await context.prompts.tokens(given, template, body.add_special_tokens)
+    param = "prompt" if body.messages is None else "messages"
+    tokens = await context.prompts.tokens(given, template, body.add_special_tokens, param=param)
     return json_response(
         {
             "count": len(tokens),
