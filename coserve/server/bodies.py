@@ -5,6 +5,7 @@ not wait for them, and the first fault is enough.
 import asyncio
 import gc
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -58,11 +59,16 @@ def read_body(kind: type[B], body: bytes) -> B:
         ApiError: it is not JSON, names a field twice, is no object, or does not describe one of that kind.
     """
     try:
-        value = json.loads(body, object_pairs_hook=named_once)
+        # Of bytes, `json` would take UTF-16 as well, and halves of characters.
+        value = json.loads(body.decode("utf-8-sig"), object_pairs_hook=named_once)
     except RecursionError:
         raise no_json("it is nested too deeply") from None
-    except ValueError as error:
+    except UnicodeDecodeError as error:
+        raise no_json(f"it is not UTF-8 ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:
         raise no_json(str(error)[:_MOST_REASON]) from None
+    except ValueError:  # `int`, whose own words are for programmers
+        raise no_json(f"a number has more than {sys.get_int_max_str_digits()} digits") from None
     return body_of(kind, value)
 
 
