@@ -154,7 +154,7 @@ class Prompts:
         return found if isinstance(found, str) else "\n".join(found.values())
 
     async def words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Tokens of words, as they are and after a space; RequestError without a tokenizer."""
+        """Tokens of words, see `_spellings`; RequestError without a tokenizer."""
         if not words:
             return ()
         found: tuple[tuple[int, ...], ...] = await self._run(self._thread, self._words, words)
@@ -163,7 +163,7 @@ class Prompts:
     def _words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         if self._tokenizer is None:
             raise RequestError("bad_words needs a tokenizer, and this model has none")
-        texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
+        texts = [text for word in words for text in _spellings(word)]
         found = [tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
         return tuple(dict.fromkeys(tokens for tokens in found if tokens))
 
@@ -211,6 +211,12 @@ def num_characters(prompt: Prompt) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     return sum(len(str(text)) for message in prompt if isinstance(message, Mapping) for text in message.values())
+
+
+def _spellings(word: str) -> tuple[str, ...]:
+    """A word without white space before it, and after a space; white space alone as it is."""
+    bare = word.lstrip()
+    return (bare, f" {bare}") if bare else (word,)
 
 
 @dataclass(frozen=True, kw_only=True)

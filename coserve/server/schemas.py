@@ -25,7 +25,7 @@ _MAX_MESSAGES = 10_000
 # OpenAI has 4, vLLM no limit; each is looked for after each token.
 _MAX_STOPS = 1024
 _MAX_BAD_WORDS = 1024
-_BadWord = Annotated[str, Field(max_length=256)]
+_BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 T = TypeVar("T")
 # The first element that is wrong ends the reading: of a million, each would be an error of its own.
 List = Annotated[list[T], Field(fail_fast=True)]

@@ -49,6 +49,7 @@ def refusal(served: Served, path: str = "/v1/completions", status: int = 400, **
         ({"allowed_token_ids": [400]}, "allowed_token_ids", "the model has"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than"),
         ({"cache_salt": ""}, "cache_salt", "at least 1"),
+        ({"bad_words": [""]}, "bad_words[0]", "at least 1"),
         ({"stop": 3}, "stop", "valid string or a valid list"),
         ({"stop": ["a", 3]}, "stop[1]", "valid string"),
         ({"stop": ""}, "stop", "not empty"),

@@ -110,6 +110,14 @@ def test_bad_words_do_not_come(client: OpenAI):
         assert bad not in complete(client, logit_bias=forced, bad_words=[bad])["text"].replace(" ", "")[:8]
 
 
+def test_bad_words_of_white_space_alone(client: OpenAI):
+    """A line end is one, and nothing else is; a space comes as before."""
+    line_end, space = (tokenizer()(text, add_special_tokens=False)["input_ids"][0] for text in ("\n", " "))
+    assert "\n" not in complete(client, logit_bias={str(line_end): 100}, bad_words=["\n"])["text"]
+    assert complete(client, logit_bias={str(space): 100}, bad_words=["\n"])["text"] == " " * 8
+    assert " " not in complete(client, logit_bias={str(space): 100}, bad_words=[" "])["text"]
+
+
 def test_stop_strings_and_special_tokens_in_the_text(client: OpenAI):
     plain = complete(client, max_tokens=12)["text"]
     stop = plain[3:5]
