@@ -92,7 +92,7 @@ async def _generation(
     if body.truncate_prompt_tokens is None:
         check_length(context.prompts, [*messages, *tools.shown], ready, param="messages")
     template = template_arguments(body, tools, context.prompts.chat_template)
-    tokens = await context.prompts.tokens(messages, template, param="messages")
+    tokens = await context.prompts.tokens(messages, template, body.add_special_tokens, param="messages")
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked: int | None = getattr(body, limit)
     if asked is not None and asked < 1:

@@ -107,7 +107,9 @@ async def _generation(
         raise ApiError(f"{len(prompts)} prompts, n times each, are more than {_MOST_CHOICES} choices", param="n")
     for prompt in prompts if body.truncate_prompt_tokens is None else ():
         check_length(context.prompts, prompt, ready, param="prompt")
-    whole = [await context.prompts.tokens(prompt, param="prompt") for prompt in prompts]
+    whole = [
+        await context.prompts.tokens(prompt, special=body.add_special_tokens, param="prompt") for prompt in prompts
+    ]
     tokens = [tuple(truncated(each, body, ready, max_tokens=max_tokens)) for each in whole]
     for each in tokens:
         check_prompt(each, max_tokens, ready, param="prompt")

@@ -178,6 +178,7 @@ class SamplingBody(Body):
     bad_words: Annotated[List[_BadWord], Field(max_length=_MAX_BAD_WORDS)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None

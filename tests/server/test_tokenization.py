@@ -1,11 +1,15 @@
 """vLLM's routes about tokens, against the tokenizer itself; and small routes that monitors and proxies ask."""
 
+import copy
+import shutil
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from openai import OpenAI
-from served import Served, chat_tokens, serving, tokenizer
+from served import Served, chat_tokens, model_directory, serving, tokenizer
+from tokenizers import processors
 
 from coserve.version import VERSION
 
@@ -52,6 +56,26 @@ def test_a_chat(served, generation, continues, special):
         CHAT, tokenize=False, add_generation_prompt=generation, continue_final_message=continues
     )
     assert found["tokens"] == tokenizer().encode(text, add_special_tokens=special)
+
+
+def test_special_tokens_of_completions_and_chats(tmp_path: Path):
+    """To texts they are added unless a request says otherwise, to chats if it says so."""
+    beginning = tokenizer().convert_tokens_to_ids("<|system|>")
+    adding = copy.deepcopy(tokenizer())
+    adding.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|system|> $A", special_tokens=[("<|system|>", beginning)]
+    )
+    directory = tmp_path / "small"
+    shutil.copytree(model_directory(), directory)
+    adding.save_pretrained(directory)
+    bodies: dict[str, Any] = {"/v1/completions": {"prompt": "Hello"}, "/v1/chat/completions": {"messages": CHAT[:1]}}
+    with serving(model=str(directory)) as served:
+        for path, default in (("/v1/completions", True), ("/v1/chat/completions", False)):
+            for special in (None, True, False):
+                more = {} if special is None else {"add_special_tokens": special}
+                answer = post(served, path, **bodies[path], **more, max_tokens=1, return_token_ids=True).json()
+                tokens = (answer if "prompt_token_ids" in answer else answer["choices"][0])["prompt_token_ids"]
+                assert (tokens[0] == beginning) == (default if special is None else special)
 
 
 def test_a_chat_is_tokenized_as_it_is_answered(served, client: OpenAI):
