@@ -174,7 +174,7 @@ def adapt(
     """
     factor = 1.0
     # Requests that all come at once do so at any rate.
-    if rate is not None and (span_s := trace[-1].at_s - trace[0].at_s) > 0:
+    if rate is not None and trace and (span_s := trace[-1].at_s - trace[0].at_s) > 0:
         factor = (len(trace) - 1) / span_s / rate
     adapted = [
         TracedRequest(

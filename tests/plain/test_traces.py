@@ -78,6 +78,7 @@ def test_recorded_traces_are_read_and_fitted_to_a_machine(tmp_path):
 def test_requests_that_all_come_at_once_do_so_at_any_rate():
     trace = [TracedRequest(at_s=0, num_prompt_tokens=5, num_output_tokens=index) for index in (1, 2)]
     assert adapt(trace, rate=2, seconds=1) == trace
+    assert adapt([], rate=2) == []
 
 
 def test_slices_of_a_trace_are_no_trace(tmp_path):
