@@ -30,6 +30,7 @@ class ChatWriter:
         tokens: list[list[int]] = [[] for _ in self._choices]
         of_prompt: list[TokenLogprob] = []
         reasons = [""] * len(self._choices)
+        stops: list[str | int | None] = [None] * len(self._choices)
         async with aclosing(self._chunks()) as chunks:
             async for chunk in chunks:
                 choice = self._choices[chunk.index]
@@ -39,16 +40,18 @@ class ChatWriter:
                 tokens[chunk.index] += chunk.tokens
                 of_prompt += chunk.prompt_logprobs
                 reasons[chunk.index] = choice.reason(chunk.finish_reason or "")
+                stops[chunk.index] = chunk.stop_reason
         choices = [
             {
                 "index": index,
                 "message": choice.message(),
                 "logprobs": logprobs_of(self._details, found) if self._with_logprobs else None,
                 "finish_reason": reason,
+                "stop_reason": stop,
                 **self._details.ids(ids),
             }
-            for index, (choice, found, reason, ids) in enumerate(
-                zip(self._choices, logprobs, reasons, tokens, strict=True)
+            for index, (choice, found, reason, stop, ids) in enumerate(
+                zip(self._choices, logprobs, reasons, stops, tokens, strict=True)
             )
         ]
         return {
@@ -98,9 +101,9 @@ class ChatWriter:
         delta = choice.add(chunk.text, is_last=chunk.finish_reason is not None)
         reason = None if chunk.finish_reason is None else choice.reason(chunk.finish_reason)
         if not (delta or chunk.tokens):
-            return [] if reason is None else [_delta(chunk.index, {}, reason=reason)]
+            return [] if reason is None else [_delta(chunk.index, {}, reason=reason, stop=chunk.stop_reason)]
         logprobs = logprobs_of(self._details, list(chunk.logprobs)) if self._with_logprobs else None
-        made = _delta(chunk.index, delta or {"content": ""}, logprobs=logprobs, reason=reason)
+        made = _delta(chunk.index, delta or {"content": ""}, logprobs=logprobs, reason=reason, stop=chunk.stop_reason)
         return [{**made, **self._details.ids(chunk.tokens)}]
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -114,9 +117,14 @@ class ChatWriter:
 
 
 def _delta(
-    index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, reason: str | None = None
+    index: int,
+    delta: dict[str, Any],
+    *,
+    logprobs: dict[str, Any] | None = None,
+    reason: str | None = None,
+    stop: str | int | None = None,
 ) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop}
 
 
 def logprobs_of(details: TokenDetails, found: Sequence[TokenLogprob]) -> dict[str, Any]:

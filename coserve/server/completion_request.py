@@ -162,7 +162,7 @@ class CompletionWriter:
             async for piece in pieces:
                 choice = choices[piece["index"]]
                 choice["text"] += piece["text"]
-                choice["finish_reason"] = piece["finish_reason"]
+                choice |= {name: piece[name] for name in ("finish_reason", "stop_reason")}
                 choice["logprobs"] = _joined(choice["logprobs"], piece["logprobs"])
                 for name in _OF_PROMPT:
                     if name in piece:
@@ -192,7 +192,7 @@ class CompletionWriter:
                     if chunk.prompt_logprobs:
                         waiting[place] = list(chunk.prompt_logprobs)
                     piece = {
-                        **_choice(index, text=chunk.text, reason=chunk.finish_reason),
+                        **_choice(index, text=chunk.text, reason=chunk.finish_reason, stop=chunk.stop_reason),
                         **self._details.ids(chunk.tokens),
                     }
                     parts = []
@@ -216,8 +216,8 @@ class CompletionWriter:
         return self._logprobs[index].of([None, *found], first=self._generation.prompts[place][0], echo=echo)
 
 
-def _choice(index: int, *, text: str = "", reason: str | None = None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+def _choice(index: int, *, text: str = "", reason: str | None = None, stop: str | int | None = None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
 
 
 class _Logprobs:

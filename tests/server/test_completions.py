@@ -140,6 +140,22 @@ def test_stop_strings_and_tokens_end_a_text(client: OpenAI):
     assert answer.usage.completion_tokens <= 5
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_choice_names_the_stop_that_ended_it_as_vllm_does(client: OpenAI, is_chat: bool):
+    """The string, or the token; null where the text came to its end otherwise. In the last piece of a stream, too."""
+    create: Any = client.chat.completions.create if is_chat else client.completions.create
+    prompt = {"messages": [{"role": "user", "content": PROMPT}]} if is_chat else {"prompt": PROMPT}
+    settings: dict[str, Any] = {"model": "small", "max_tokens": 12, "temperature": 0, **prompt}
+    choice = create(**settings, extra_body={"return_token_ids": True}).choices[0]
+    text, token = choice.message.content if is_chat else choice.text, choice.token_ids[2]
+    stop = next(letter for letter in text if letter.isascii())
+    for more, reason in (({}, None), ({"stop": ["no such", stop]}, stop), ({"stop_token_ids": [token]}, token)):
+        whole = create(**settings, extra_body=more).choices[0]
+        assert (whole.finish_reason, whole.stop_reason) == ("length" if reason is None else "stop", reason)
+        pieces = [piece.choices[0] for piece in create(**settings, extra_body=more, stream=True)]
+        assert [piece.stop_reason for piece in pieces] == [None] * (len(pieces) - 1) + [reason]
+
+
 def test_biases_penalties_and_other_samplers_reach_the_engine(client: OpenAI):
     settings: dict[str, Any] = {"model": "small", "prompt": PROMPT, "max_tokens": 6}
     [token] = tokens_of("H")[:1]
