@@ -11,6 +11,7 @@ from coserve.cli.commands.up import _Screen
 from coserve.cli.drawing import starting
 from coserve.cli.main import app
 from coserve.cli.tables import console, table
+from coserve.client.http import Client
 
 NAMES = ["ft:tiny:coserve:one:0f3a", "models/[bold]x[/bold]", "[/red]", "a:smile:b[0]"]
 
@@ -41,19 +42,10 @@ def test_all_commands_have_the_one_console():
     assert making == {"tables.py"}
 
 
-class _Client:
+class _Client(Client):
     """A server's answers."""
 
-    def __init__(self, *arguments: object) -> None:
-        pass
-
-    def __enter__(self) -> "_Client":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def get(self, path: str, **query: object) -> dict[str, object]:
+    def get(self, path: str, **params: object) -> dict[str, object]:
         name = NAMES[0]
         if path == "/v1/models":
             return {"data": [{"id": name, "parent": "tiny"}]}
