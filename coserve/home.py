@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 
 _DIRECTORY_MODE, _FILE_MODE = 0o700, 0o600
 _OF_OTHERS, _WRITE_OF_OTHERS = 0o077, 0o022
@@ -66,12 +67,35 @@ def close_files(directory: Path) -> None:
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Whatever this process, and those that it starts, make meanwhile, no other user may read."""
-    before = os.umask(_OF_OTHERS)
+    """Whatever this process, and those that it starts, make meanwhile, no other user may read.
+
+    Several may be within at once: the mask is the process's, and is as it was once the last has left.
+    """
+    _mask.enter()
     try:
         yield
     finally:
-        os.umask(before)
+        _mask.leave()
+
+
+class _PrivateMask:
+    def __init__(self) -> None:
+        self._lock, self._num_within, self._before = Lock(), 0, 0
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._num_within:
+                self._before = os.umask(_OF_OTHERS)
+            self._num_within += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._num_within -= 1
+            if not self._num_within:
+                os.umask(self._before)
+
+
+_mask = _PrivateMask()
 
 
 def is_disk_full(error: OSError) -> bool:

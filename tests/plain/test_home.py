@@ -54,6 +54,20 @@ def test_directories_of_others_stay_as_they_are(tmp_path: Path):
     assert mode(theirs) == 0o755
 
 
+def test_the_mask_is_as_it_was_once_the_last_has_left_in_any_order():
+    before = os.umask(0o022)
+    try:
+        first, second = private_files(), private_files()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert os.umask(0o077) == 0o077, "the second is still within"
+        second.__exit__(None, None, None)
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
+
+
 def test_files_made_meanwhile_are_private(tmp_path: Path):
     before = os.umask(0o022)
     try:
