@@ -1,5 +1,10 @@
 """The HTTP client of the commands: what cannot be sent is said in one line, and nothing is asked."""
 
+import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from urllib.parse import parse_qs, urlsplit
+
 import pytest
 
 from coserve.client.http import Client
@@ -50,3 +55,35 @@ def test_what_json_cannot_hold_is_named(value, words):
             with pytest.raises(RequestError) as caught:
                 ask("/v1/chat/completions", body)
             assert str(caught.value) == words
+
+
+class _List(BaseHTTPRequestHandler):
+    """Items 249 to 0, in pages as the API has them."""
+
+    def do_GET(self) -> None:
+        query = parse_qs(urlsplit(self.path).query)
+        first = 250 if "after" not in query else int(query["after"][0])
+        last = max(0, first - int(query["limit"][0]))
+        data = [{"id": str(number)} for number in range(first - 1, last - 1, -1)]
+        body = json.dumps({"data": data, "has_more": last > 0}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_list_is_read_to_its_end_page_by_page():
+    with HTTPServer(("127.0.0.1", 0), _List) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with Client(f"http://127.0.0.1:{server.server_port}") as client:
+                assert [each["id"] for each in client.each("/v1/list")] == [
+                    str(number) for number in range(249, -1, -1)
+                ]
+        finally:
+            server.shutdown()
+            thread.join()
