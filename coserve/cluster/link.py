@@ -213,9 +213,8 @@ class ClusterLink:
     def _use(self, node: ClusterNode, ready: Ready) -> None:
         if self._refuses(node, ready):  # another one was sooner
             return
-        node.problem, node.is_refused = None, False
         node.tracker = NodeTracker(node.name, ready, profile_of(ready, self._home))
-        self._nodes.ask(node)  # its process may be another one
+        self._nodes.engine_used(node)
         self._view(node)
         self._join()
         assert self._ready is not None

@@ -48,8 +48,9 @@ def node_names(existing: Collection[str], num_devices: int) -> list[str]:
 
 @dataclass(kw_only=True, eq=False)
 class ClusterNode:
-    """One that was found. tracker: while its engine is used. problem: why it is not; is_refused: and will not be, as it
-    is. lost: requests of an engine that has died, until that is told.
+    """One that was found. tracker: while its engine is used. num_engines: how many were, until now; status_of: until it
+    was asked for its status. problem: why it is not used; is_refused: and will not be, as it is. lost: requests of an
+    engine that has died, until that is told.
     """
 
     name: str
@@ -59,7 +60,9 @@ class ClusterNode:
     running: "asyncio.Task[None] | None" = None
     asking: "asyncio.Task[None] | None" = None
     tracker: NodeTracker | None = None
+    num_engines: int = 0
     status: NodeStatus | None = None
+    status_of: int = 0
     problem: str | None = None
     is_refused: bool = False
     is_draining: bool = False
@@ -120,7 +123,9 @@ class Nodes:
         return self._nodes[name]
 
     async def look(self) -> None:
-        """Find nodes that have joined, leave those that are none any more, and ask those that are not used why."""
+        """Find nodes that have joined, and leave those that are none any more. Those that are not used are asked why,
+        and those whose status is older than their engine how they are.
+        """
         try:
             found = await self._find_nodes()
         except (CoserveError, TimeoutError) as error:
@@ -132,11 +137,16 @@ class Nodes:
         for name in [name for name in self._nodes if name not in found]:
             await self._leave(self._nodes.pop(name))
         for node in self._nodes.values():
-            if node.tracker is None:
-                self.ask(node)
+            if node.tracker is None or node.status_of != node.num_engines:
+                self._begin_to_ask(node)
 
-    def ask(self, node: ClusterNode) -> None:
-        """Have its status be of now."""
+    def engine_used(self, node: ClusterNode) -> None:
+        """From now on, another one than before: its process may be another one, too, and is asked."""
+        node.problem, node.is_refused = None, False
+        node.num_engines += 1
+        self._begin_to_ask(node)
+
+    def _begin_to_ask(self, node: ClusterNode) -> None:
         if node.asking is None or node.asking.done():
             node.asking = asyncio.create_task(self._ask(node))
 
@@ -165,16 +175,18 @@ class Nodes:
         link.listen(_NodeListener(self._owner, node))
 
     async def _ask(self, node: ClusterNode) -> None:
-        """What a node is that is not used; attach to it if it can be."""
+        """How a node is, and why it is not used; attach to it if it can be."""
+        engine = node.num_engines
         try:
             status = await asyncio.wait_for(node.calls.describe(), _DESCRIBE_S)
         except (CoserveError, TimeoutError) as error:
-            node.problem, node.is_refused = str(error) or "it does not answer", False
+            if node.tracker is None:
+                node.problem, node.is_refused = str(error) or "it does not answer", False
             return
         before = node.status
         if before is not None and (before.machine, before.pid) != (status.machine, status.pid):
             node.is_draining = False  # it left, and has come back
-        node.status = status
+        node.status, node.status_of = status, engine
         if status.version != VERSION:
             self.refuse(node, f"it runs coserve {status.version}, and this is {VERSION}: install the same everywhere")
         elif self._checks.has_other_settings(status):

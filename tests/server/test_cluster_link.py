@@ -8,7 +8,7 @@ import pytest
 from cluster_nodes import READY, ScriptedNode, cluster, make_job, make_request, num_ready, until
 from msgspec.structs import replace
 
-from coserve.cluster.messages import CommandBatch
+from coserve.cluster.messages import CommandBatch, NodeStatus
 from coserve.engine.job import JobEvent
 from coserve.errors import AdapterError, ClusterError, EngineGoneError, JobOverError
 from coserve.jobs.messages import Checkpointed
@@ -141,6 +141,40 @@ def test_a_node_that_dies_is_used_again_when_it_lives():
             await until(lambda: num_ready(link) == 0)
             with pytest.raises(EngineGoneError, match="no node is ready"):
                 link.open([make_request("a")])
+
+    run(test)
+
+
+class NodeSlowToDescribe(ScriptedNode):
+    """What asked it how it is, when it died, hears of that only after `is_heard`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_heard = asyncio.Event()
+        self.num_asked_in_vain = 0
+
+    async def describe(self) -> NodeStatus:
+        try:
+            return await super().describe()
+        except EngineGoneError:
+            self.num_asked_in_vain += 1
+            await self.is_heard.wait()
+            raise
+
+
+def test_what_a_node_says_of_itself_is_of_the_process_that_lives():
+    async def test() -> None:
+        node = NodeSlowToDescribe()
+        async with cluster(ScriptedNode(), node) as link:
+            await until(lambda: link.describe()[1]["pid"] == 1)
+            await link.drain("node-1")
+            node.die()
+            await until(lambda: node.num_asked_in_vain)
+            node.live()
+            await until(lambda: "node-1" in {each.id for each in link.view.nodes})
+            node.is_heard.set()
+            found = await until(lambda: link.describe()[1]["pid"] == 2 and link.describe()[1])
+            assert (found["state"], found["problem"]) == ("ready", None)  # it left, and has come back
 
     run(test)
 
