@@ -4,6 +4,8 @@ paces of one that is not here (`coserve.simulate.roofline`).
 
 from bisect import bisect_right
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from coserve.scheduling.counts import JobCounts, ModelCounts
@@ -33,13 +35,15 @@ class Curve:
         (r0, r1), (s0, s1) = self.rows[high - 1 : high + 1], self.seconds[high - 1 : high + 1]
         return s0 + (s1 - s0) * (rows - r0) / (r1 - r0)
 
-    def table(self) -> list[float]:
+    def table(self) -> tuple[float, ...]:
         """Seconds by number of rows, never falling, however noisy the measurements were."""
-        values, highest = [], 0.0
-        for rows in range(TABLE_ROWS + 1):
-            highest = max(highest, self.at(rows))
-            values.append(highest)
-        return values
+        return _table(self)
+
+
+@lru_cache(maxsize=64)
+def _table(curve: Curve) -> tuple[float, ...]:
+    """Kept: every engine on a profile asks for those of its curves."""
+    return tuple(accumulate(map(curve.at, range(TABLE_ROWS + 1)), max))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +140,7 @@ class Profile:
         return cls(**{**fields, **curves, **counts, "sharing": sharing, "one_call": one_call})
 
 
-def seconds_at(table: list[float], rows: int) -> float:
+def seconds_at(table: tuple[float, ...], rows: int) -> float:
     """Of a curve's table, at any number of rows."""
     if rows <= TABLE_ROWS:
         return table[rows]

@@ -694,6 +694,27 @@ def afresh(monkeypatch, tmp_path):
     compiled.compiled_kernels.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def kept_kernels() -> dict[str, bytes]:
+    """By its name, the library that was compiled the first time."""
+    return {}
+
+
+@pytest.fixture
+def kept(afresh, tmp_path, kept_kernels) -> Path:
+    """The library of a home that was used before, and is there no more for this process."""
+    directory = tmp_path / "kernels"
+    directory.mkdir(mode=0o700)
+    for name, content in kept_kernels.items():
+        (directory / name).write_bytes(content)
+        (directory / name).chmod(0o600)
+    assert compiled.compiled_kernels() is not None
+    [made] = directory.iterdir()
+    kept_kernels[made.name] = made.read_bytes()
+    compiled.compiled_kernels.cache_clear()
+    return made
+
+
 @pytest.mark.long
 @needs_kernels
 def test_kernels_are_compiled_once_and_kept(afresh, tmp_path):
@@ -710,35 +731,29 @@ def test_kernels_are_compiled_once_and_kept(afresh, tmp_path):
 @pytest.mark.parametrize(
     "damage", [lambda data: data[: len(data) // 2], lambda data: bytes(len(data)), lambda data: b""]
 )
-def test_a_damaged_library_is_compiled_again(afresh, tmp_path, damage):
+def test_a_damaged_library_is_compiled_again(kept, damage):
+    whole = kept.read_bytes()
+    kept.unlink()  # it is in use here
+    kept.write_bytes(damage(whole))
     assert compiled.compiled_kernels() is not None
-    [made] = (tmp_path / "kernels").iterdir()
-    whole = made.read_bytes()
-    made.unlink()  # it is in use here
-    made.write_bytes(damage(whole))
-    compiled.compiled_kernels.cache_clear()
-    assert compiled.compiled_kernels() is not None
-    assert made.read_bytes() == whole
+    assert kept.read_bytes() == whole
 
 
 @pytest.mark.long
 @needs_kernels
 @pytest.mark.parametrize("opened", ["the file", "the directory"])
-def test_a_library_that_others_could_have_written_is_not_loaded(afresh, tmp_path, caplog, opened):
-    assert compiled.compiled_kernels() is not None
-    directory = tmp_path / "kernels"
-    [made] = directory.iterdir()
+def test_a_library_that_others_could_have_written_is_not_loaded(kept, tmp_path, caplog, opened):
+    directory = kept.parent
     foreign = tmp_path / "foreign.so"
-    foreign.write_bytes(made.read_bytes() + b"whatever")  # a library for all that, and of the right name
-    made.unlink()
-    foreign = foreign.rename(directory / f"{made.stem.split('-')[0]}-{compiled._digest(foreign)}.so")
+    foreign.write_bytes(kept.read_bytes() + b"whatever")  # a library for all that, and of the right name
+    kept.unlink()
+    foreign = foreign.rename(directory / f"{kept.stem.split('-')[0]}-{compiled._digest(foreign)}.so")
     (foreign if opened == "the file" else directory).chmod(0o777)
-    compiled.compiled_kernels.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert compiled.compiled_kernels() is not None
     assert f"another user can write {foreign}, so it is not loaded" in caplog.text
-    assert made.exists(), "it has been compiled anew"
-    assert directory.stat().st_mode & 0o077 == made.stat().st_mode & 0o077 == 0
+    assert kept.exists(), "it has been compiled anew"
+    assert directory.stat().st_mode & 0o077 == kept.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.long
@@ -812,7 +827,7 @@ def test_the_header_states_the_arguments_of_every_kernel():
 
 @pytest.mark.long
 @needs_kernels
-def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_loaded(afresh, caplog):
+def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_loaded(kept, afresh, caplog):
     declared = compiled.signatures()
     amx = {"int8_product_by_tiles", "cross_entropy_of_columns", "cross_entropy_gradient_of_columns"}
     amx |= {"cross_entropy_input_gradient_of_columns", "wide_product", "wide_product_and_low_rank"}
@@ -833,7 +848,7 @@ def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_lo
 
 @pytest.mark.long
 @needs_kernels
-def test_flags_of_ones_own_make_other_kernels_and_other_profiles(afresh, caplog):
+def test_flags_of_ones_own_make_other_kernels_and_other_profiles(kept, afresh, caplog):
     afresh.delenv("COSERVE_CXXFLAGS", raising=False)
     assert CpuBackend(DEVICE).identity == "CpuBackend"
     afresh.setenv("COSERVE_CXXFLAGS", "-DSOME='two words' -O2")
