@@ -29,6 +29,17 @@ def load(directory, kernels):
     return load_backbone(str(directory), dtype="float32", device=DEVICE, kernels=kernels)
 
 
+@pytest.fixture
+def _few_splits(monkeypatch):
+    """An interpreter takes its time for splits without a key."""
+    if DEVICE.type == "cpu":
+        from coserve.kernels.triton import attention_tables, graphs  # needs Triton
+
+        monkeypatch.setattr(graphs, "_SPLITS", ((4, 4), (1024, 2)))
+        monkeypatch.setattr(attention_tables, "SPLITS", 2)
+
+
+@pytest.mark.usefixtures("_few_splits")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "llama-biases-tied", "qwen2-sliding"])
 def test_decode_steps(name):
     """Of growing and of fewer requests; without adapters, with one, with several of several ranks and targets."""
@@ -99,7 +110,7 @@ def run_prompts(name, kernels):
     return torch.cat(rows)
 
 
-@pytest.mark.usefixtures("_small_graphs")
+@pytest.mark.usefixtures("_small_graphs", "_few_splits")
 @pytest.mark.parametrize("name", ["qwen2-sliding", *(["llama-biases-tied"] if DEVICE.type == "cuda" else [])])
 def test_steps_with_pieces_of_prompts(name, captured_sizes):
     found, expected = (run_prompts(name, kernels) for kernels in ("triton", "plain"))
