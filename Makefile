@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 CPP := $(shell find coserve -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup demo test test-amx test-triton test-long test-browser test-cluster test-clients fuzz storm check lint docs format hooks clean
+.PHONY: setup demo test test-amx test-triton test-long test-browser test-cluster test-clients fuzz storm storm-simulated storm-clustered check lint docs format hooks clean
 
 setup: $(VENV)/.ready  ## One environment, in .venv
 
@@ -22,7 +22,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup  ## Serve and fine-tune at once, in three minutes; leaves demo-report/report.html
 	$(BIN)/coserve demo
 
-# COVERAGE=1 prints how much of the package these tests ran; the long ones are not slowed down by it.
+# COVERAGE=1 prints how much of the package these tests ran; they take about twice as long.
 test: setup  ## Every test that this machine can run but the long ones, warnings as errors
 	$(PYTEST) -m "not long and not browser and not cluster and not clients" $(if $(COVERAGE),--cov=coserve --cov-report=term)
 
@@ -72,9 +72,12 @@ MINUTES ?= 10
 SEED ?= 0
 STREAMS ?= 512
 storm: setup  ## Operations and faults, in virtual time and on real processes; a failure prints what repeats it
-	PYTHONPATH=tests $(BIN)/python -m storm simulated --minutes $(MINUTES) --first-seed $(SEED)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m storm clustered --minutes $(MINUTES) --first-seed $(SEED)
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target storm-simulated storm-clustered
 	PYTHONPATH=tests $(BIN)/python -m storm real --minutes $(MINUTES) --seed $(SEED) --streams $(STREAMS)
+
+# A core each.
+storm-simulated storm-clustered: storm-%: setup
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m storm $* --minutes $(MINUTES) --first-seed $(SEED)
 
 lint: setup  ## Format, lint and types of the package, tests, scripts and benchmarks
 	$(BIN)/ruff format --check .
