@@ -4,6 +4,7 @@ A name is the file's, with dashes where the file has underscores; files whose na
 variants, but what variants share. Nothing is imported before it is asked for.
 """
 
+import re
 from collections.abc import Iterable
 from importlib import import_module
 from pkgutil import iter_modules
@@ -15,8 +16,13 @@ def variant_names(path: Iterable[str], *, folders_only: bool = False) -> tuple[s
     """The variants in a package's folder, in alphabetical order.
 
     path: the package's `__path__`. folders_only: variants are folders there, and files are none. `base.py` is none.
+    TypeError names a file that cannot be imported by its name.
     """
-    found = (each for each in iter_modules(path) if each.name != "base" and not each.name.startswith("_"))
+    found = [each for each in iter_modules(path) if each.name != "base" and not each.name.startswith("_")]
+    for each in found:
+        if not each.name.isidentifier():
+            right = re.sub(r"\W", "_", each.name)
+            raise TypeError(f"{each.name!r} in {', '.join(path)} cannot be imported: name it {right!r}")
     return tuple(sorted(each.name.replace("_", "-") for each in found if each.ispkg or not folders_only))
 
 

@@ -94,6 +94,9 @@ class HasSettings:
     @classmethod
     def settings(cls) -> tuple[Setting, ...]:
         """All that can be set."""
+        if plain := [one.name for one in fields(cls) if "help" not in one.metadata]:
+            declared = f'{plain[0]}: float = setting(0.5, "what it is")'
+            raise TypeError(f"{cls.__name__}.{plain[0]} must be a setting, such as {declared}")
         return tuple(_setting_of(one) for one in fields(cls))
 
     @classmethod

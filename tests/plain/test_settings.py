@@ -1,12 +1,16 @@
 """What all settings share: checks of numbers, and the home directory."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import coserve
+from coserve.discovery import variant_names
 from coserve.home import home_directory
+from coserve.scheduling.plan import Plan
+from coserve.scheduling.policies.base import Policy
 from coserve.settings import check_whole, is_whole
 from coserve.tuning.config import TuningConfig
 
@@ -40,6 +44,26 @@ def test_every_range_of_whole_numbers_is_checked_by_the_one_function():
         if re.search(r"isinstance\([\w.\[\]]+, int\) or isinstance\([\w.\[\]]+, bool\)", path.read_text())
     ]
     assert copies == []
+
+
+def test_a_field_that_is_no_setting_is_named():
+    @dataclass(frozen=True, kw_only=True)
+    class Mine(Policy):
+        size: int = 3
+
+        def plan(self, view, latency):
+            return Plan()
+
+    with pytest.raises(TypeError, match=r"^Mine\.size must be a setting, such as size: float = setting\("):
+        Mine()
+
+
+def test_a_variant_whose_file_cannot_be_imported_by_its_name_is_named(tmp_path):
+    (tmp_path / "my-policy.py").touch()
+    with pytest.raises(TypeError, match=r"^'my-policy' in /.* cannot be imported: name it 'my_policy'$"):
+        variant_names([str(tmp_path)])
+    (tmp_path / "my-policy.py").rename(tmp_path / "my_policy.py")
+    assert variant_names([str(tmp_path)]) == ("my-policy",)
 
 
 def test_the_home_directory(monkeypatch, tmp_path):
