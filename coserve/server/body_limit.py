@@ -30,9 +30,9 @@ _MOST_LONG_BODIES = 8
 
 
 class BodyLimitMiddleware:
-    """413 for a body that is too long, also where its Content-Length says otherwise; 408 for one that comes too slowly;
-    503 where too many bytes of others are in memory. Uploads go to the disk as they come, and do not count there. A
-    client that goes away before its body is whole gets no answer, and is no fault.
+    """415 for a body that is compressed; 413 for one that is too long, also where its Content-Length says otherwise;
+    408 for one that comes too slowly; 503 where too many bytes of others are in memory. Uploads go to the disk as they
+    come, and do not count there. A client that goes away before its body is whole gets no answer, and is no fault.
     """
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_upload_bytes: int, timeout_s: float) -> None:
@@ -48,7 +48,12 @@ class BodyLimitMiddleware:
             return
         path = scope["path"].rstrip("/")
         limit = self._limit(path)
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        headers = dict(scope["headers"])
+        encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
+        if encoding not in ("", "identity"):
+            await error_response(_encoded(encoding))(scope, receive, send)
+            return
+        declared = headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared[:19]) > limit:
             await error_response(_too_long(limit))(scope, receive, send)
             return
@@ -138,6 +143,15 @@ class _Body:
         self.refusal = refusal
         self.forget()
         raise refusal
+
+
+def _encoded(encoding: str) -> ApiError:
+    return ApiError(
+        f"The request's Content-Encoding is {encoding!r}: bodies are read as they are, so send it without.",
+        status=415,
+        code="unsupported_content_encoding",
+        headers={"Accept-Encoding": "identity"},
+    )
 
 
 def _too_long(limit: int) -> ApiError:

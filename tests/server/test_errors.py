@@ -1,5 +1,6 @@
 """Bad requests get OpenAI's error bodies, with the field's name and what would be right."""
 
+import gzip
 import json
 from typing import Any
 
@@ -157,6 +158,15 @@ def test_addresses_and_methods_that_are_not_there(served: Served):
 def test_a_method_that_is_not_there_is_told_all_that_are(served: Served, path: str, methods: str):
     answer = httpx.put(f"{served.url}{path}", timeout=60)
     assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+
+
+def test_a_body_that_is_compressed(served: Served):
+    content = gzip.compress(json.dumps({"model": "small", "prompt": "x", "max_tokens": 1}).encode())
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    assert "Content-Encoding is 'gzip'" in refusal(served, status=415, content=content, headers=headers)["message"]
+    headers |= {"Content-Encoding": "identity"}
+    url, plain = f"{served.url}/v1/completions", gzip.decompress(content)
+    assert httpx.post(url, content=plain, headers=headers, timeout=60).status_code == 200
 
 
 def test_bodies_that_are_too_long(served: Served):
