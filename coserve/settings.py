@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from math import inf, isfinite
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 # Of counts, such as steps: what a column of any database holds.
 MOST_WHOLE = 2**31 - 1
 _MOST_SHOWN = 200
+T = TypeVar("T")
 _TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -64,6 +65,13 @@ def check_number(
         if most is not None:
             bounds += f" and at most {most:,g}"
         raise ValueError(f"{name} must be a number {bounds}, not {shown(value)}")
+
+
+def check_kind(name: str, value: T, kind: type) -> T:
+    """The value; ValueError unless it is one of a class, or None."""
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{name} must be of the class {kind.__name__}, not {shown(value)}")
+    return value
 
 
 class Setting(NamedTuple):

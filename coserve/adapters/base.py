@@ -126,6 +126,10 @@ class AdapterConfig(ABC):
     def to_peft(self) -> dict[str, Any]:
         """The fields of PEFT's adapter_config.json that say what this config says."""
 
+    def to_peft_of(self, architecture: Architecture) -> dict[str, Any]:
+        """Those that say what PEFT needs to know of the model."""
+        return {}
+
     @classmethod
     @abstractmethod
     def from_peft(cls, fields: Mapping[str, Any]) -> Self:
@@ -303,7 +307,8 @@ class Adapter:
         """Write its files: in PEFT's format, float32. The config names this backbone as the base model, and the task
         that it is for: causal language modelling.
         """
-        fields = {**self.config.to_peft(), "base_model_name_or_path": self.backbone.name}
+        fields = {**self.config.to_peft(), **self.config.to_peft_of(self.backbone.architecture)}
+        fields["base_model_name_or_path"] = self.backbone.name
         tensors = self.config.to_peft_tensors(self.masters, self.layout)
         write_tensors(directory / WEIGHTS_FILE, {name: each.contiguous().cpu() for name, each in tensors.items()})
         replace_file(directory / CONFIG_FILE, (json.dumps(fields, indent=2) + "\n").encode())

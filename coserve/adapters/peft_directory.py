@@ -28,8 +28,15 @@ Taking = Callable[[str, AdapterLayout], AbstractContextManager[None]]
 
 
 def save_adapter(adapter: Adapter, directory: str | Path) -> None:
-    """Write an adapter's files (see `Adapter.save`); each is replaced whole, never half-written."""
+    """Write an adapter's files (see `Adapter.save`); each is replaced whole, never half-written. AdapterError if it
+    cannot be, or is a version of a model that is trained itself, which has no tensors of its own.
+    """
     directory = Path(directory)
+    if adapter.config.is_model and not adapter.masters:
+        raise AdapterError(
+            "what full fine-tuning has made is a model of its own, and no adapter: its job's checkpoint writes it "
+            "(`Engine.checkpoint(job_id).write(directory)`)"
+        )
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -87,9 +94,13 @@ def read_config(directory: Path) -> AdapterConfig:
     except RecursionError:
         raise AdapterError(f"{path} is nested too deeply to be a configuration of PEFT's") from None
     try:
-        return adapter_config(fields)
+        found = adapter_config(fields)
     except AdapterError as error:
         raise AdapterError(f"{path}: {error}") from None
+    if found.is_model:
+        kind = found.peft_type
+        raise AdapterError(f"{path}: {kind} is full fine-tuning, which makes a model of its own, and no adapter")
+    return found
 
 
 def adapter_config(fields: Any) -> AdapterConfig:

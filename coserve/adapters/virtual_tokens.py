@@ -46,6 +46,9 @@ class VirtualTokensConfig(NamedConfig):
         if (hidden := getattr(self, "encoder_hidden_size", None)) is not None and hidden > most:
             yield "encoder_hidden_size", f"is {hidden}; {most} is the most on this model"
 
+    def to_peft_of(self, architecture: Architecture) -> dict[str, Any]:
+        return {"num_attention_heads": architecture.num_heads}  # PEFT does not find it in every configuration
+
     def check_number(self) -> None:
         """ValueError unless there is a number of virtual tokens that a model could have."""
         check_whole("num_virtual_tokens", self.num_virtual_tokens, 1, _MOST_VIRTUAL)

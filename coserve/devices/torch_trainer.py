@@ -333,5 +333,8 @@ def _read_state(path: Path, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
             master = masters.get(key.rpartition("/")[0])
             if header.shape and (master is None or header.shape != tuple(master.shape)):
                 needed = "is of no parameter" if master is None else f"must have the shape {list(master.shape)}"
-                raise AdapterError(f"{path} is not this adapter's: {key}, of shape {list(header.shape)}, {needed}")
+                raise AdapterError(
+                    f"{path} is not this adapter's: {key}, of shape {list(header.shape)}, {needed} (a job is resumed "
+                    "with the settings of the adapter that it began with)"
+                )
         return {key: file.read(key) for key in file.headers}

@@ -10,6 +10,7 @@ from coserve.engine.job import Job
 from coserve.engine.request import virtual_tokens
 from coserve.engine.versions import AdapterVersions
 from coserve.errors import AdapterError, JobError, RequestError
+from coserve.settings import shown
 from coserve.tuning.examples import Example
 
 
@@ -82,8 +83,8 @@ def with_virtual_tokens(examples: Sequence[Example], number: int, max_positions:
 
 def check_adapter_name(name: str, jobs: Iterable[Job], versions: AdapterVersions) -> None:
     """AdapterError if no adapter can have it, or one has it, or will."""
-    if not name or "@" in name:
-        raise AdapterError(f"{name!r} is no name for an adapter: it must not be empty, nor have an @")
+    if not isinstance(name, str) or not name or "@" in name:
+        raise AdapterError(f"{shown(name)} is no name for an adapter: it must not be empty, nor have an @")
     if any(job.name == name and not job.is_terminal for job in jobs):
         raise AdapterError(f"a job is making the adapter {name!r}")
     if name in versions:

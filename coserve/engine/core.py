@@ -310,8 +310,8 @@ class EngineCore:
             adapter: a fresh one of this kind (or the fields of PEFT's adapter_config.json), or the label of one to
                 continue training.
             name: of the adapter that it publishes (default: the job's id).
-            checkpoint: a directory that `Checkpoint.write` made of the same job, with the same data and configuration;
-                then `adapter` is not used.
+            checkpoint: a directory that `Checkpoint.write` made of the same job, with the same data, configuration and
+                `adapter` (which need not be said where PEFT's directory says all of it, as of LoRA).
             tenant: whose it is, for policies that share the device among tenants.
             alone_until_step: until this optimizer step no step of the engine works for another job as well, so that
                 what it dies of is known.

@@ -27,6 +27,7 @@ from coserve.errors import JobError, RequestError
 from coserve.models.source import ModelSource, find_model
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.slo import Slo
+from coserve.settings import check_kind
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 
@@ -132,7 +133,7 @@ class Engine(EngineCore):
     @classmethod
     def load(
         cls,
-        model: str,
+        model: str | Path,
         config: EngineConfig | None = None,
         *,
         dtype: str = "auto",
@@ -158,6 +159,7 @@ class Engine(EngineCore):
         """
         from coserve.models.backbone import build_backbone, find_device
 
+        check_kind("config", config, EngineConfig)
         source = find_model(model)
         place = find_device(device)
         weights_progress = _stage(progress, "loading weights")
@@ -207,7 +209,7 @@ class Engine(EngineCore):
         Raises:
             RequestError: one of them cannot be served, the device failed it, or the policy never runs it; then none is.
         """
-        if isinstance(prompts, str):
+        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
             raise RequestError("generate takes a list of prompts; for one prompt, a list of one")
         collected = _Collector()
         try:
@@ -274,7 +276,7 @@ class Engine(EngineCore):
         Raises:
             DataError: lines that cannot be used, by number. JobError, AdapterError: see `submit_examples`.
         """
-        config = config or TuningConfig()
+        config = check_kind("config", config, TuningConfig) or TuningConfig()
         return self.submit_examples(
             self._examples(data, config, model),
             config,

@@ -1,5 +1,6 @@
 """What a job begins with: a fresh adapter, one that is served, or a checkpoint; and packs that there is memory for."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,8 @@ from coserve.devices.job_messages import OpenTrainer, OtherModel, TrainerOpened,
 from coserve.engine.checkpoint import JobPosition, read_position
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.versions import AdapterVersions
-from coserve.errors import JobError
+from coserve.errors import AdapterError, JobError
+from coserve.settings import shown
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 from coserve.tuning.order import packed_apart
@@ -23,6 +25,19 @@ class PeftFields(Protocol):
     def to_peft(self) -> dict[str, Any]:
         """The fields of PEFT's adapter_config.json that say what it says."""
         ...
+
+
+def _fields_of(adapter: Any) -> dict[str, Any]:
+    """As PEFT's file would have them; AdapterError if it is no adapter's configuration, coserve's or PEFT's own."""
+    if isinstance(adapter, Mapping):
+        return dict(adapter)
+    if hasattr(adapter, "to_peft"):
+        found: dict[str, Any] = adapter.to_peft()
+        return found
+    if hasattr(adapter, "peft_type") and hasattr(adapter, "to_dict"):
+        plain: dict[str, Any] = json.loads(json.dumps(adapter.to_dict(), default=list))  # it has sets and enumerations
+        return plain
+    raise AdapterError(f"an adapter is a configuration, the fields of PEFT's, or a name, not {shown(adapter)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +84,7 @@ def make_start(
                 )
             version = found.key
     if adapter is not None and not isinstance(adapter, str):
-        fields = dict(adapter) if isinstance(adapter, Mapping) else adapter.to_peft()
+        fields = _fields_of(adapter)
     num_tokens = sum(len(example.tokens) for example in examples)
     trainer = OpenTrainer(
         job=job_id,

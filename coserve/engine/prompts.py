@@ -3,13 +3,13 @@ which has no engine in its process.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coserve.errors import CoserveError, ModelError, RequestError
 from coserve.models.source import ModelSource
-from coserve.settings import is_whole
+from coserve.settings import is_whole, shown
 from coserve.tuning.chats import template_message
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ def tokens_of(
     template: what a chat's template is given beside its messages, such as `tools`. special: whether the tokenizer adds
     special tokens such as that of the beginning; None: to text, not to chats, whose template writes them.
     """
+    if not isinstance(prompt, Iterable):
+        raise RequestError(f"a prompt is text, token ids or messages, not {shown(prompt)}")
     if not isinstance(prompt, str) and not any(isinstance(each, Mapping) for each in prompt):
         return [_checked_id(each, index) for index, each in enumerate(prompt)]
     if tokenizer is None:

@@ -23,6 +23,7 @@ from coserve.scheduling.attainment import RecentNeed, TakenTime
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.slo import DefaultSlo, Slo, feasible_slo
+from coserve.settings import shown
 
 _NUM_RECORDS = 10_000
 
@@ -83,6 +84,8 @@ class Serving:
         if not isinstance(params, SamplingParams):
             kind = type(params).__name__
             raise RequestError(f"params must be one SamplingParams, for all prompts, not a {kind}")
+        if slo is not None and not isinstance(slo, Slo):
+            raise RequestError(f"slo must be an Slo, not {shown(slo)}")
         if params.grammar is not None:
             self._grammars.open(params.grammar)
         if arrival_s is None:

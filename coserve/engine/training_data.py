@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coserve.errors import DataError
+from coserve.settings import shown
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example, collected
 from coserve.tuning.line_formats import records_of
-from coserve.tuning.objective_examples import each_training_example
+from coserve.tuning.objective_examples import each_training_example, needs_tokenizer
 from coserve.tuning.training_files import TrainingFile
 
 if TYPE_CHECKING:
@@ -37,12 +38,14 @@ def read_data(
     records: Iterable[tuple[str, Any]]
     if isinstance(data, str | Path):
         records = TrainingFile(Path(data)).records()
+    elif not isinstance(data, Iterable):
+        raise DataError(f"data is a file, lines or examples, not {shown(data)}")
     else:
         lines: list[Any] = list(data)
         if all(isinstance(line, Example) for line in lines):
             return [_cut(example, config.max_sequence_length) for example in lines]
         records = records_of(_json_line(number, line) for number, line in enumerate(lines, 1))
-    if tokenizer is None:
+    if tokenizer is None and needs_tokenizer(config.objective):
         raise DataError(f"{model} has no tokenizer: examples must be token ids")
     left_out = list[str]()
     try:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from coserve.errors import AdapterError, CoserveError
+from coserve.settings import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,8 @@ class AdapterVersions:
 
     def resolve(self, label: str) -> AdapterVersion:
         """The newest version of a name, or the one of `name@step`; AdapterError lists what there is."""
+        if not isinstance(label, str):
+            raise AdapterError(f"an adapter is asked for by its name, which {shown(label)} is not")
         name, _, step = label.rpartition("@")
         if name in self._versions and step.isdecimal():
             if (found := self._versions[name].get(int(step))) is not None:

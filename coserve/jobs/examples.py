@@ -10,7 +10,7 @@ import msgspec
 
 from coserve.errors import DataError, JobError
 from coserve.tuning.examples import Example, collected
-from coserve.tuning.objective_examples import each_training_example
+from coserve.tuning.objective_examples import each_training_example, needs_tokenizer
 from coserve.tuning.objectives import SUPERVISED
 from coserve.tuning.training_files import TrainingFile
 
@@ -54,7 +54,7 @@ def read_training_file(
     Raises:
         DataError: names the line and the reason of the first ten faults. JobError: it is not wanted any more.
     """
-    if tokenizer is None:
+    if tokenizer is None and needs_tokenizer(objective):
         raise DataError("the model has no tokenizer, so that files cannot be trained on")
     file = TrainingFile(path, name)
     try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from coserve.errors import ModelError, UnknownModelError
 from coserve.models.files import check_config, gguf_error, weight_files
 from coserve.models.presets import PRESETS
+from coserve.settings import shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -31,7 +32,7 @@ class ModelSource:
     directory: Path | None
 
 
-def find_model(name: str, *, with_weights: bool = True) -> ModelSource:
+def find_model(name: str | Path, *, with_weights: bool = True) -> ModelSource:
     """Find a model and read its configuration.
 
     Args:
@@ -43,6 +44,10 @@ def find_model(name: str, *, with_weights: bool = True) -> ModelSource:
         UnknownModelError: nothing is there. UnsupportedModelError: the family is not one of ours, it does not generate
         text, or its weights are in a format that is not read (quantised, GGUF).
     """
+    if isinstance(name, Path):  # never what is built in, or on the hub
+        name = str(name.absolute())
+    if not isinstance(name, str):
+        raise UnknownModelError(f"a model is a directory, or has a name, and {shown(name)} is neither")
     if name.startswith(_DUMMY):
         return ModelSource(name=name, config=_dummy_config(name.removeprefix(_DUMMY)), directory=None)
     directory = _local_directory(name) or _fetch(name, with_weights)

@@ -132,6 +132,8 @@ class TuningConfig:
             raise ValueError(f"optimizer must be an OptimizerConfig, not {self.optimizer!r}")
         if not isinstance(self.evaluation, EvaluationConfig):
             raise ValueError(f"evaluation must be an EvaluationConfig, not {self.evaluation!r}")
+        if isinstance(self.objective, str):  # as commands and OpenAI's API spell it
+            object.__setattr__(self, "objective", self.objective.replace("_", "-"))
         self.make_objective()
         if self.objective != SUPERVISED and self.evaluation.asks:
             raise ValueError(f"metric {self.evaluation.metric} goes with the method supervised alone")

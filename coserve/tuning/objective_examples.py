@@ -14,6 +14,9 @@ from coserve.tuning.objectives import SUPERVISED, objective_class
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# The schema whose lines are tokens.
+_TOKENS = "sampled"
+
 
 def read_objective_examples(
     lines: Iterable[str],
@@ -33,31 +36,42 @@ def read_objective_examples(
     return collected(found, left_out)
 
 
+def needs_tokenizer(objective: str) -> bool:
+    """Whether examples of an objective are text; else they are tokens already."""
+    kind = objective_class(objective)
+    return kind is None or kind.schema != _TOKENS
+
+
 def each_objective_example(
     records: Iterable[tuple[str, Any]],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "PreTrainedTokenizerBase | None",
     *,
     schema: str,
     max_sequence_length: int,
 ) -> Iterator[tuple[str, Example | DataError]]:
-    """As `each_example`, for an objective's schema."""
+    """As `each_example`, for an objective's schema; without a tokenizer if it needs none."""
+    if schema == _TOKENS:
+        return each_read(records, lambda given: _sampled(given, max_sequence_length))
+    assert tokenizer is not None
     reader = Reader(tokenizer, max_sequence_length)
     if schema == "labelled":
         return _with_others(reader, records)
-    read = _pair if schema == "pairs" else _sampled
-    return each_read(records, lambda given: read(reader, given))
+    return each_read(records, lambda given: _pair(reader, given))
 
 
 def each_training_example(
     records: Iterable[tuple[str, Any]],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "PreTrainedTokenizerBase | None",
     *,
     max_sequence_length: int,
     objective: str = SUPERVISED,
     vocab_size: int | None = None,
 ) -> Iterator[tuple[str, Example | DataError]]:
-    """The examples of a job with this objective, on a model with a vocabulary of this size: see `each_example`."""
+    """The examples of a job with this objective, on a model with a vocabulary of this size: see `each_example`. Without
+    a tokenizer if it `needs_tokenizer` not.
+    """
     if (kind := objective_class(objective)) is None:
+        assert tokenizer is not None
         found = each_example(records, tokenizer, max_sequence_length=max_sequence_length)
     else:
         found = each_objective_example(records, tokenizer, schema=kind.schema, max_sequence_length=max_sequence_length)
@@ -104,9 +118,9 @@ def _answer(pieces: Pieces) -> int:
     return max((index for index, (_, is_trained) in enumerate(pieces.texts) if is_trained), default=0)
 
 
-def _sampled(reader: Reader, given: Any) -> Example:
+def _sampled(given: Any, max_length: int) -> Example:
     prompt, completion, values = read_sampled(given)
-    if len(prompt) + len(completion) > reader.max_length:  # its advantages are of the whole answer
-        raise CutAwayError(f"has {len(prompt) + len(completion)} tokens; max_sequence_length is {reader.max_length}")
+    if len(prompt) + len(completion) > max_length:  # its advantages are of the whole answer
+        raise CutAwayError(f"has {len(prompt) + len(completion)} tokens; max_sequence_length is {max_length}")
     trained = (False,) * len(prompt) + (True,) * len(completion)
     return Example(tokens=(*prompt, *completion), trained=trained, values=tuple(values))

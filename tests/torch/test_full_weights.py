@@ -1,5 +1,6 @@
 """Full fine-tuning: the model's own weights are trained where they are served."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -241,3 +242,13 @@ def test_a_full_disk_is_told_as_one(tmp_path):
     with small_disk(tmp_path / "disk", size="16k") as disk, pytest.raises(OSError, match="No space left") as caught:
         FullConfig().create(fresh(), seed=0).save(disk.path / "checkpoint")
     assert is_disk_full(caught.value)
+
+
+def test_a_model_of_its_own_is_saved_and_loaded_as_no_adapter(engine, tmp_path):
+    engine.tune(DATA, CONFIG, adapter=FullConfig(), name="full")
+    with pytest.raises(AdapterError, match=r"a model of its own, and no adapter.*checkpoint\(job_id\)"):
+        engine.save_adapter("full", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "adapter_config.json").write_text(json.dumps(FullConfig().to_peft()))
+    with pytest.raises(AdapterError, match="FULL is full fine-tuning, which makes a model of its own, and no adapter"):
+        engine.load_adapter("again", tmp_path)

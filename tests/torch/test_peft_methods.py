@@ -27,6 +27,7 @@ from coserve.adapters.merge import export_merged
 from coserve.adapters.methods import method
 from coserve.adapters.methods.diff_pruning import DiffPruningConfig
 from coserve.adapters.methods.ia3 import Ia3Config
+from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.adapters.peft_directory import adapter_config
 from coserve.engine.job import JobEvent
@@ -90,6 +91,17 @@ def test_ten_steps_give_pefts_adapter(case):
     train_peft(theirs, batches, config)
     assert (ours.logits(TOKENS) - before).abs().max() > 0.05, "it has learned something"
     torch.testing.assert_close(ours.logits(TOKENS), peft_logits(theirs, TOKENS), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig(num_virtual_tokens=3), PrefixTuningConfig(num_virtual_tokens=3)])
+def test_peft_reads_virtual_tokens_of_a_model_whose_heads_it_does_not_find(config, tmp_path):
+    """MPT's configuration has `n_heads`."""
+    adapter = Adapter(make_backbone("mpt"), config, seed=2)
+    save_adapter(adapter, tmp_path)
+    assert load_adapter(make_backbone("mpt"), tmp_path).config == config
+    model = PeftModel.from_pretrained(make_model("mpt"), tmp_path)
+    (table,) = [each for name, each in model.named_parameters() if "prompt_encoder" in name]
+    assert torch.equal(table, torch.cat(list(adapter.masters.values()), 1))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "granite"])
