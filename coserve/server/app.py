@@ -24,7 +24,7 @@ from coserve.server.errors import ApiError, as_api_error
 from coserve.server.faults import validation_error
 from coserve.server.hosts import hosts_of
 from coserve.server.request_log import HEADER, RequestLogMiddleware
-from coserve.server.responses import json_response
+from coserve.server.responses import error_body, json_response
 from coserve.server.tenants import TenantMiddleware
 from coserve.server.tracing import TracingMiddleware
 from coserve.version import VERSION
@@ -75,9 +75,8 @@ def create_app(context: ServerContext) -> FastAPI:
 
 
 def _answered(request: Request, error: ApiError) -> Response:
-    """In OpenAI's form, which with a type of its own is Anthropic's."""
-    is_anthropic = request.url.path.startswith("/v1/messages")
-    return json_response({**({"type": "error"} if is_anthropic else {}), **error.body()}, error.status, error.headers)
+    """In the form of the API that was asked."""
+    return json_response(error_body(error, request.url.path), error.status, error.headers)
 
 
 async def _answer_api_error(request: Request, error: Exception) -> Response:

@@ -7,7 +7,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coserve.server.errors import ApiError
-from coserve.server.responses import error_response, server_sent_event
+from coserve.server.responses import error_event, error_response
 
 _PATHS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/embeddings"),
@@ -53,7 +53,7 @@ class DeadlineMiddleware:
             elif begun.get("content-type", "").startswith("text/event-stream"):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_LAST_WORDS_S):
-                        last = server_sent_event(self._error().body())
+                        last = error_event(self._error(), scope["path"])
                         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _error(self) -> ApiError:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coserve.server.errors import ApiError
 from coserve.server.other_fields import HEADER
@@ -38,14 +38,33 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(to_json(value), status_code=status, headers=headers, media_type="application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    """An error as OpenAI gives it."""
-    return json_response(error.body(), error.status, error.headers)
+def error_body(error: ApiError, path: str) -> dict[str, Any]:
+    """An error as OpenAI gives it, which with a type of its own is Anthropic's, for who asks at that path."""
+    return {**({"type": "error"} if _is_anthropics(path) else {}), **error.body()}
+
+
+def error_response(error: ApiError) -> ASGIApp:
+    """What answers with an error, in the form of the API that was asked."""
+
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        made = json_response(error_body(error, scope["path"]), error.status, error.headers)
+        await made(scope, receive, send)
+
+    return respond
 
 
 def server_sent_event(value: Any, name: str = "") -> bytes:
     """One event of a stream."""
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + to_json(value) + b"\n\n"
+
+
+def error_event(error: ApiError, path: str) -> bytes:
+    """The last event of a stream that broke off. Anthropic's clients pass over events without a name."""
+    return server_sent_event(error_body(error, path), "error" if _is_anthropics(path) else "")
+
+
+def _is_anthropics(path: str) -> bool:
+    return path.startswith("/v1/messages")
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -118,9 +137,9 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them."""
         with suppress(ClientGoneError, OSError):
-            await until_disconnect(receive, self._send_all(send))
+            await until_disconnect(receive, self._send_all(scope["path"], send))
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, path: str, send: Send) -> None:
         async with aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
@@ -129,8 +148,8 @@ class EventStream(Response):
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             except ApiError as error:
-                last = server_sent_event(error.body())
+                last = error_event(error, path)
             except Exception:
                 _log.exception("a stream broke off")
-                last = server_sent_event(ApiError("the server had an error", status=500, kind="server_error").body())
+                last = error_event(ApiError("the server had an error", status=500, kind="server_error"), path)
             await send({"type": "http.response.body", "body": last, "more_body": False})

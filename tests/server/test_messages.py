@@ -1,11 +1,15 @@
 """/v1/messages with Anthropic's real client, and /v1/chat/completions/batch."""
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx2
 import pytest
 from served import Served, chat_tokens
+
+from coserve.server.deadline import DeadlineMiddleware
 
 CHAT: Any = {"model": "small", "temperature": 0, "max_tokens": 12}
 # The client has no word for a temperature any more.
@@ -77,6 +81,31 @@ def test_what_is_wrong_is_said_as_anthropic_does(client: Any, more: dict[str, An
     assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(**{**SETTINGS, "model": "none", "messages": HELLO})
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_what_takes_too_long_is_an_error_to_anthropics_client(has_begun: bool):
+    """Also in the middle of a stream, where it passes over events without a name."""
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        if has_begun:
+            headers = [(b"content-type", b"text/event-stream")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": b"event: ping\ndata: {}\n\n", "more_body": True})
+        await asyncio.Event().wait()
+
+    async def ask() -> Any:
+        transport = httpx2.ASGITransport(DeadlineMiddleware(endless, timeout_s=0.1))
+        async with anthropic.AsyncAnthropic(
+            api_key="none", max_retries=0, http_client=httpx2.AsyncClient(transport=transport)
+        ) as client:
+            stream = await client.messages.create(**SETTINGS, messages=HELLO, stream=True)
+            return [event async for event in stream]
+
+    with pytest.raises(anthropic.APIStatusError, match="--request-timeout") as raised:
+        asyncio.run(ask())
+    body: Any = raised.value.body
+    assert body["type"] == "error"
 
 
 def test_several_chats_at_once(served: Served):
