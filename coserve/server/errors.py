@@ -1,5 +1,6 @@
 """Errors as OpenAI's API gives them: `{"error": {"message", "type", "param", "code"}}` with the status that it uses."""
 
+import logging
 import math
 from typing import Any
 
@@ -12,6 +13,8 @@ from coserve.errors import (
     LimitError,
     StoreError,
 )
+
+_log = logging.getLogger(__name__)
 
 # Messages and names that repeat what a client sent are cut to these characters.
 _MOST_MESSAGE, _MOST_PARAM = 1000, 200
@@ -65,8 +68,10 @@ def as_api_error(error: CoserveError) -> ApiError:
         return ApiError(
             str(error), status=507, kind="server_error", code="disk_full", headers={"x-should-retry": "false"}
         )
-    if isinstance(error, StoreError):
-        return ApiError(str(error), status=503, kind="server_error", headers={"Retry-After": "2"})
+    if isinstance(error, StoreError):  # where it is, is its operator's business
+        _log.warning("503 to a client: %s", error)
+        message = "What is kept of files, jobs and answers cannot be reached now: try again in a few seconds."
+        return ApiError(message, status=503, kind="server_error", headers={"Retry-After": "2"})
     if isinstance(error, LimitError):
         return _over_limit(error)
     return ApiError(str(error), param=getattr(error, "param", None))

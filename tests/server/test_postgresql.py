@@ -88,6 +88,12 @@ def test_a_server_on_postgresql_is_killed_and_resumes(postgres: Postgres, monkey
         data: list[Any] = [event.data for event in events if event.type == "metrics"]
         metrics = [each["step"] for each in data if "train_loss" in each]
         assert sorted(metrics) == list(range(1, 31)), "each once"
+        with postgres.away():
+            away = served.get("/v1/files")
+            assert away.status_code == 503 and away.headers["retry-after"] == "2"
+            assert "connection" not in away.text, "where the database is, is not for clients"
+            assert client.completions.create(model="small", prompt="x", max_tokens=1).choices
+        assert "the database cannot be used now: " in served.log.read_text()
         answer = client.completions.create(model=found.fine_tuned_model, prompt="What is 3? ", max_tokens=2)
         assert answer.usage.completion_tokens > 0
     assert "Traceback" not in served.log.read_text()
