@@ -40,6 +40,9 @@ def _chat_body(body: CountBody) -> ChatBody:
         given |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
     else:
         given["max_tokens"] = 1
+    last = messages[-1] if messages else {}
+    if last.get("role") == "assistant" and (last["content"] or "").strip() and "tool_calls" not in last:
+        given |= {"continue_final_message": True, "add_generation_prompt": False}  # the answer has begun with it
     choice = body.tool_choice
     is_parallel = choice is None or not choice.disable_parallel_tool_use
     fields = {"tools": tools or None, "tool_choice": _choice(choice), "parallel_tool_calls": is_parallel}

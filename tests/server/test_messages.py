@@ -56,6 +56,16 @@ def test_a_stream_says_the_same(client: Any):
     assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
 
 
+def test_an_answer_continues_what_it_is_given_to_begin_with(client: Any, served: Served):
+    begun = [*HELLO, {"role": "assistant", "content": "The sky"}]
+    found = client.messages.create(**SETTINGS, messages=begun)
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    expected = chat(served, begun, extra_body=more)
+    assert found.content[0].text == expected.choices[0].message.content
+    assert found.usage.input_tokens == expected.usage.prompt_tokens
+    assert found.content[0].text != chat(served, begun).choices[0].message.content, "the beginning of another message"
+
+
 def test_it_stops_where_it_is_asked_to(client: Any):
     text = client.messages.create(**SETTINGS, messages=HELLO).content[0].text
     stop = next(each for each in text if each.isalnum())
