@@ -5,7 +5,7 @@ from dataclasses import fields
 from itertools import islice
 from typing import Any, TypeVar
 
-from sqlalchemy import Select, select
+from sqlalchemy import Select
 from sqlalchemy.orm import Session
 
 from coserve.errors import JobError
@@ -46,7 +46,8 @@ class Rows:
         is_asked_for: Callable[[Any], bool] = anything,
     ) -> Page:
         if after is not None:
-            seq = self._session.scalar(select(table.seq).where(table.tenant == tenant, table.id == after))
+            place = query.with_only_columns(table.seq).where(table.tenant == tenant, table.id == after)
+            seq = self._session.scalar(place)
             if seq is None:
                 raise JobError(f"after names {after!r}, which is not there", param="after")
             query = query.where(table.seq < seq if newest_first else table.seq > seq)

@@ -61,7 +61,7 @@ class Metrics:
         self._running = gauge("requests_running", "Sequences that run.")
         self._waiting = gauge("requests_waiting", "Sequences that wait for memory.")
         self._batch = gauge("batch_requests", "Sequences of batch work, by state: running, waiting.", ("state",))
-        self._jobs = gauge("jobs", "Jobs that are not over.")
+        self._jobs = gauge("jobs", "Jobs that the engine has and that are not over: they train, or rest there.")
         self._company = gauge(
             "job_company",
             "Jobs whose last tasklets were one batch of rows with a job's: those of the same group, which has the name "

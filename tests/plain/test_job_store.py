@@ -106,6 +106,16 @@ def test_a_tenant_sees_only_its_own(store):
         assert transaction.adapter("b", "n").directory == "e"
 
 
+def test_a_page_of_events_follows_an_event_of_the_same_job(store):
+    with store.write() as transaction:
+        for name in ("j1", "j2"):
+            transaction.add_job(job(name))
+            transaction.add_event(event(f"of {name}", job=name))
+        assert not transaction.events("a", "j1", after="of j1", limit=9).items
+        with pytest.raises(JobError, match="after names 'of j2', which is not there"):
+            transaction.events("a", "j1", after="of j2", limit=9)
+
+
 def test_lists_come_in_pages(store):
     with store.write() as transaction:
         for n in range(5):
