@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -110,37 +111,45 @@ class BatchRunner:
         if id not in self._results:
             self._results[id] = await self._until_done(BatchResults, self._directory / id)
         results = self._results[id]
-        lines = await self._read(id)
-        if lines is not None:
-            answered, failed = await self._until_done(results.done)
-            left = [(place, line) for place, line in enumerate(lines) if line.custom_id not in answered | failed]
-            self._live[id] = replace(
-                self._live[id], num_total=len(lines), num_completed=len(answered), num_failed=len(failed)
-            )
-            if self._live[id].status == "validating":
-                await self._change(id, "in_progress", num_total=len(lines))
-            end = "cancelled" if self._live[id].status == "cancelling" else "completed"
-            if self._live[id].status == "in_progress":
-                is_whole = await self._answer_all(id, results, left, len(lines))
-                end = "completed" if is_whole else "expired"
-                await self._change(id, "finalizing", end=end)
-            await self._finish(id, results, self._live[id].times.get("end", end))
+        lines, errors = await self._read(self._live[id])
+        if errors and self._live[id].status == "validating":
+            await self._change(id, "failed", errors=errors)
+        else:
+            await self._carry_out(id, results, lines, errors)
         await asyncio.to_thread(results.remove)
 
-    async def _read(self, id: str) -> list[BatchLine] | None:
-        """What it asks; None if that is wrong, which ends it."""
-        record = self._live[id]
+    async def _carry_out(
+        self, id: str, results: BatchResults, lines: list[BatchLine], errors: list[dict[str, Any]]
+    ) -> None:
+        """From where it was to its end. errors: why not all that it asks can be read any more."""
+        answered, failed = await self._until_done(results.done)
+        num_total = self._live[id].num_total or len(lines)
+        self._live[id] = replace(
+            self._live[id], num_total=num_total, num_completed=len(answered), num_failed=len(failed)
+        )
+        if self._live[id].status == "validating":
+            await self._change(id, "in_progress", num_total=num_total)
+        end = "cancelled" if self._live[id].status == "cancelling" else "completed"
+        if self._live[id].status == "in_progress":
+            if errors and len(answered | failed) < num_total:
+                await self._finish(id, results, "failed", errors=errors)
+                return
+            left = [(place, line) for place, line in enumerate(lines) if line.custom_id not in answered | failed]
+            is_whole = await self._answer_all(id, results, left, len(lines))
+            end = "completed" if is_whole else "expired"
+            await self._change(id, "finalizing", end=end)
+        await self._finish(id, results, self._live[id].times.get("end", end))
+
+    async def _read(self, record: BatchRecord) -> tuple[list[BatchLine], list[dict[str, Any]]]:
+        """What it asks, and what is wrong with that."""
         found = await self._until_done(self._files.find, record.tenant, record.input_file)
-        if found is None:
-            lines: list[BatchLine] = []
-            message = f"The file {record.input_file} is not there any more."
-            errors = [{"code": "invalid_file", "line": None, "message": message, "param": "input_file_id"}]
-        else:
-            lines, errors = await self._until_done(lambda: read_input(self._files.path(found), record.endpoint))
-        if not errors or record.status != "validating":
-            return lines
-        await self._change(id, "failed", errors=errors)
-        return None
+        if found is not None:
+            with suppress(FileNotFoundError):
+                return await self._until_done(lambda: read_input(self._files.path(found), record.endpoint))
+        message = f"The file {record.input_file} is not there any more."
+        if record.num_total:
+            message += " Requests that are neither in the output file nor in the error file were not answered."
+        return [], [{"code": "invalid_file", "line": None, "message": message, "param": "input_file_id"}]
 
     async def _answer_all(
         self, id: str, results: BatchResults, left: list[tuple[int, BatchLine]], num_lines: int
@@ -204,14 +213,14 @@ class BatchRunner:
             await asyncio.sleep(wait_s)
             wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
 
-    async def _finish(self, id: str, results: BatchResults, end: str) -> None:
-        """Make files of what has come of it."""
+    async def _finish(self, id: str, results: BatchResults, end: str, **values: Any) -> None:
+        """Make files of what has come of it. values: that are written down with its end."""
         for name, field in ((OUTPUT, "output_file"), (ERRORS, "error_file")):
             if getattr(self._live[id], field) is not None:  # a process that is gone has made it
                 continue
             if (file := await self._until_done(self._keep, self._live[id], results, name, field)) is not None:
                 self._live[id] = replace(self._live[id], **{field: file.id})  # type: ignore[arg-type]
-        await self._change(id, end)
+        await self._change(id, end, **values)
 
     def _keep(self, record: BatchRecord, results: BatchResults, name: str, field: str) -> FileRecord | None:
         """One of the files, if there is anything in it. Blocks."""
