@@ -59,6 +59,7 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._live: dict[str, BatchRecord] = {}
         self._places = BatchPlaces(most)
+        self._cancelling = asyncio.Lock()
         make_private(directory)
 
     async def start(self) -> None:
@@ -85,14 +86,17 @@ class BatchRunner:
 
     async def cancel(self, record: BatchRecord) -> BatchRecord:
         """Ask no more of its requests; what has been answered is kept. Returns it as it is now."""
-        batch = self._live.get(record.id)
-        if batch is not None and batch.status in ("validating", "in_progress"):
-            task = self._tasks.pop(record.id)
-            task.cancel()
-            await asyncio.wait([task])
-            await self._change(record.id, "cancelling")
-            self.begin(self._live[record.id])
-        return self.live(record)
+        async with self._cancelling:  # another one may ask for it at the same time
+            batch = self._live.get(record.id)
+            if batch is not None and batch.status in ("validating", "in_progress"):
+                if (task := self._tasks.pop(record.id, None)) is not None:  # None: it broke off
+                    task.cancel()
+                    await asyncio.wait([task])
+                await self._change(record.id, "cancelling")
+                self.begin(self._live[record.id])
+        if (batch := self._live.get(record.id)) is None:
+            batch = await self._until_done(self._written, record)
+        return batch
 
     # -- one batch ------------------------------------------------------------------
 
@@ -263,6 +267,11 @@ class BatchRunner:
     def _unfinished(self) -> tuple[BatchRecord, ...]:
         with self._store.read() as transaction:
             return transaction.unfinished_batches()
+
+    def _written(self, record: BatchRecord) -> BatchRecord:
+        """As it is written down now."""
+        with self._store.read() as transaction:
+            return transaction.batch(record.tenant, record.id) or record
 
     async def _until_done(self, do: Callable[..., _T], *arguments: Any) -> _T:
         """Do it on a thread, again and again while a disk or the database is away or full."""

@@ -124,3 +124,19 @@ def test_a_batch_whose_input_is_gone_at_the_next_start_fails_and_keeps_what_was_
         await second.close()
 
     run(test)
+
+
+def test_several_can_cancel_a_batch_at_once(home: Home):
+    async def test() -> None:
+        batch = home.batch("a", "b", "c")
+        runner = home.runner(only_a)
+        runner.begin(batch)
+        await until(lambda: runner.live(batch).num_completed == 1)
+        found = await asyncio.gather(*(runner.cancel(batch) for _ in range(5)))
+        assert {each.status for each in found} <= {"cancelling", "cancelled"}
+        done = await home.until_over(batch)
+        assert (done.status, done.num_completed, home.ids(done.output_file)) == ("cancelled", 1, ["a"])
+        await runner.close()
+        assert (await runner.cancel(batch)).status == "cancelled", "and as it ended, not as it was when it was found"
+
+    run(test)
