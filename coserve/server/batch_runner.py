@@ -126,19 +126,17 @@ class BatchRunner:
         self, id: str, results: BatchResults, lines: list[BatchLine], errors: list[dict[str, Any]]
     ) -> None:
         """From where it was to its end. errors: why not all that it asks can be read any more."""
-        answered, failed = await self._until_done(results.done)
         num_total = self._live[id].num_total or len(lines)
-        self._live[id] = replace(
-            self._live[id], num_total=num_total, num_completed=len(answered), num_failed=len(failed)
-        )
+        self._live[id] = replace(self._live[id], num_total=num_total)
+        done = await self._recount(id, results)
         if self._live[id].status == "validating":
             await self._change(id, "in_progress", num_total=num_total)
         end = "cancelled" if self._live[id].status == "cancelling" else "completed"
         if self._live[id].status == "in_progress":
-            if errors and len(answered | failed) < num_total:
+            if errors and len(done) < num_total:
                 await self._finish(id, results, "failed", errors=errors)
                 return
-            left = [(place, line) for place, line in enumerate(lines) if line.custom_id not in answered | failed]
+            left = [(place, line) for place, line in enumerate(lines) if line.custom_id not in done]
             is_whole = await self._answer_all(id, results, left, len(lines))
             end = "completed" if is_whole else "expired"
             await self._change(id, "finalizing", end=end)
@@ -180,12 +178,12 @@ class BatchRunner:
                     task.add_done_callback(lambda task: self._places.release())
         except TimeoutError:
             message = "This request could not be executed before the completion window expired."
-            answered, failed = await self._until_done(results.done)
-            for _, line in left:
-                if line.custom_id not in answered | failed:
-                    await self._until_done(results.add_missing, line.custom_id, "batch_expired", message)
-                    self._count(id, is_good=False)
-            return False
+            done = await self._recount(id, results)  # with answers that were being written when the window ended
+            missing = [line.custom_id for _, line in left if line.custom_id not in done]
+            for custom_id in missing:
+                await self._until_done(results.add_missing, custom_id, "batch_expired", message)
+                self._count(id, is_good=False)
+            return not missing
         return True
 
     async def _answer(self, record: BatchRecord, line: BatchLine, due_at: float) -> tuple[int, str, dict[str, Any]]:
@@ -245,6 +243,12 @@ class BatchRunner:
 
     # -- writing down ---------------------------------------------------------------
 
+    async def _recount(self, id: str, results: BatchResults) -> set[str]:
+        """Count what has been written of it, while nobody writes; those are the requests that are done."""
+        answered, failed = await self._until_done(results.done)
+        self._live[id] = replace(self._live[id], num_completed=len(answered), num_failed=len(failed))
+        return answered | failed
+
     def _count(self, id: str, *, is_good: bool) -> None:
         record = self._live[id]
         self._live[id] = replace(
@@ -274,11 +278,13 @@ class BatchRunner:
             return transaction.batch(record.tenant, record.id) or record
 
     async def _until_done(self, do: Callable[..., _T], *arguments: Any) -> _T:
-        """Do it on a thread, again and again while a disk or the database is away or full."""
+        """Do it on a thread, again and again while a disk or the database is away or full. When it is cancelled, it
+        ends after the thread: what is being written is there then.
+        """
         wait_s = _FIRST_WAIT_S
         while True:
             try:
-                return await asyncio.to_thread(do, *arguments)
+                return await _to_its_end(do, *arguments)
             except StoreError as error:
                 _log.warning("a batch waits: %s", error)
             except OSError as error:
@@ -287,6 +293,20 @@ class BatchRunner:
                 _log.warning("a batch waits: the disk is full")
             await asyncio.sleep(wait_s)
             wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
+
+
+async def _to_its_end(do: Callable[..., _T], *arguments: Any) -> _T:
+    """Do it on a thread, and do not end before the thread does."""
+    thread = asyncio.create_task(asyncio.to_thread(do, *arguments))
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        while not thread.done():
+            with suppress(asyncio.CancelledError):  # again
+                await asyncio.wait([thread])
+        if not thread.cancelled() and (error := thread.exception()) is not None:
+            _log.warning("a batch was stopped, and this failed meanwhile: %s", error)
+        raise
 
 
 def _input_of(record: BatchRecord) -> FileRecord:

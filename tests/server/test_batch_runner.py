@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from homes import TENANT, HandMade
 
 from coserve.jobs.records import BATCH_OVER, BatchRecord, new_id
+from coserve.server.batch_files import BatchResults
 from coserve.server.batch_runner import Answer, BatchRunner
 
 CHAT = "/v1/chat/completions"
@@ -138,5 +142,73 @@ def test_several_can_cancel_a_batch_at_once(home: Home):
         assert (done.status, done.num_completed, home.ids(done.output_file)) == ("cancelled", 1, ["a"])
         await runner.close()
         assert (await runner.cancel(batch)).status == "cancelled", "and as it ended, not as it was when it was found"
+
+    run(test)
+
+
+def test_answers_that_are_being_written_when_the_window_ends_are_counted_once(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+):
+    add, ended, waiting = BatchResults.add, threading.Event(), asyncio.Event()
+
+    def add_late(results: BatchResults, *arguments: Any) -> None:
+        assert ended.wait(60)
+        add(results, *arguments)
+
+    async def answer(endpoint: str, body: Any, tenant: str, due_s: float) -> dict[str, Any]:
+        if body["id"].startswith("late"):
+            await waiting.wait()
+            return ANSWERED
+        waiting.set()
+        try:
+            return await never()
+        finally:  # the window has ended, and the others are being written
+            ended.set()
+
+    async def test() -> None:
+        monkeypatch.setattr(BatchResults, "add", add_late)
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(16))  # all that write, and more
+        late = {f"late {number}" for number in range(8)}
+        batch = home.batch("lost", "lost too", *sorted(late), expires_at=int(time.time()) + 3)
+        runner = home.runner(answer)
+        runner.begin(batch)
+        done = await home.until_over(batch)
+        written, missing = home.ids(done.output_file), home.ids(done.error_file)
+        assert sorted([*written, *missing]) == sorted([*late, "lost", "lost too"]), "each is there once"
+        assert done.status == "expired" and {"lost", "lost too"} <= {*missing}
+        assert (done.num_total, done.num_completed, done.num_failed) == (10, len(written), len(missing))
+        await runner.close()
+
+    run(test)
+
+
+def test_an_answer_that_is_being_written_when_a_batch_is_cancelled_is_counted(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+):
+    add, writing, ended = BatchResults.add, threading.Event(), threading.Event()
+
+    def add_late(results: BatchResults, *arguments: Any) -> None:
+        writing.set()
+        assert ended.wait(60)
+        time.sleep(0.2)
+        add(results, *arguments)
+
+    async def answer(endpoint: str, body: Any, tenant: str, due_s: float) -> dict[str, Any]:
+        try:
+            return await only_a(endpoint, body, tenant, due_s)
+        except asyncio.CancelledError:
+            ended.set()
+            raise
+
+    async def test() -> None:
+        monkeypatch.setattr(BatchResults, "add", add_late)
+        batch = home.batch("a", "b")
+        runner = home.runner(answer)
+        runner.begin(batch)
+        await until(writing.is_set)
+        await runner.cancel(batch)
+        done = await home.until_over(batch)
+        assert (done.status, done.num_completed, home.ids(done.output_file)) == ("cancelled", 1, ["a"])
+        await runner.close()
 
     run(test)

@@ -105,6 +105,8 @@ def test_what_is_not_done_when_the_window_ends_has_expired(client: Any):
     errors = results(client, done.error_file_id)
     assert {each["error"]["code"] for each in errors.values()} == {"batch_expired"}
     assert len(errors) + len(results(client, done.output_file_id)) == 200
+    assert (done.request_counts.total, done.request_counts.failed) == (200, len(errors))
+    assert done.request_counts.completed == 200 - len(errors)
 
 
 @pytest.mark.long
