@@ -5,6 +5,7 @@ import errno
 import os
 import queue
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -73,6 +74,8 @@ class EngineNode(ScriptedNode):
         self._make, self._away = make, away
         self.engine: Engine | None = None
         self.has_room = True
+        self.failures: list[str] = []
+        """Of engines whose threads ended with an error: nobody hears of them any more."""
         self._socket: _Socket | None = None
         self._threads: list[threading.Thread] = []
 
@@ -90,7 +93,7 @@ class EngineNode(ScriptedNode):
 
         socket = self._socket = _Socket(send)
         await super().attach(session)
-        thread = threading.Thread(target=_run, args=(engine, socket, self._away and self._away.shared), daemon=True)
+        thread = threading.Thread(target=self._run, args=(engine, socket), daemon=True)
         self._threads.append(thread)
         thread.start()
 
@@ -126,10 +129,14 @@ class EngineNode(ScriptedNode):
             thread.join(60)
             assert not thread.is_alive()
 
-
-def _run(engine: Engine, socket: _Socket, shared: SharedFiles | None) -> None:
-    with suppress(_KilledError):
-        EngineProcess(engine, socket, shared=shared).run()  # type: ignore[arg-type]  # as much of one as it uses
+    def _run(self, engine: Engine, socket: _Socket) -> None:
+        shared = None if self._away is None else self._away.shared
+        try:
+            with suppress(_KilledError):
+                EngineProcess(engine, socket, shared=shared).run()  # type: ignore[arg-type]  # as much of one as it uses
+        except Exception:
+            self.failures.append(traceback.format_exc())
+            raise
 
 
 def small_engine() -> Engine:

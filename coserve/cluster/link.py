@@ -141,10 +141,9 @@ class ClusterLink:
             raise ClusterError(f"there is no node {unknown[0]!r}; there are {', '.join(nodes) or 'none'}")
         leaving = [nodes[name] for name in names]
         for node in leaving:  # all of them, before a job of one could move to the next
-            if not node.is_draining:
-                node.is_draining = True
-                if node.tracker is not None:
-                    self._view(node)
+            node.drain()
+            if node.tracker is not None:
+                self._view(node)
         await asyncio.gather(*map(self._divided.leave, leaving))
 
     @property

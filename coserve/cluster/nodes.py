@@ -28,6 +28,8 @@ _DESCRIBE_S = 10.0
 # What their names begin with.
 NODE = "node-"
 
+# A machine, and a number there.
+_Process = tuple[str | None, int]
 # All nodes that there are, by name.
 FindNodes = Callable[[], Awaitable[Mapping[str, NodeCalls]]]
 
@@ -49,8 +51,9 @@ def node_names(existing: Collection[str], num_devices: int) -> list[str]:
 @dataclass(kw_only=True, eq=False)
 class ClusterNode:
     """One that was found. tracker: while its engine is used. num_engines: how many were, until now; status_of: until it
-    was asked for its status. problem: why it is not used; is_refused: and will not be, as it is. lost: requests of an
-    engine that has died, until that is told.
+    was asked for its status. problem: why it is not used; is_refused: and will not be, as it is. is_draining: until its
+    process is another than draining_process, which is not known at first where its status is older than its engine,
+    the one of number draining_engine. lost: requests of an engine that has died, until that is told.
     """
 
     name: str
@@ -66,7 +69,25 @@ class ClusterNode:
     problem: str | None = None
     is_refused: bool = False
     is_draining: bool = False
+    draining_process: "_Process | None" = None
+    draining_engine: int = 0
     lost: list[str] = field(default_factory=list)
+
+    def drain(self) -> None:
+        """It is to leave; no error if it drains already."""
+        if not self.is_draining:
+            self.is_draining, self.draining_engine = True, self.num_engines
+            is_known = self.status is not None and self.status_of == self.num_engines
+            self.draining_process = _process_of(self.status) if is_known else None
+
+    def is_as(self, status: NodeStatus, engine: int) -> None:
+        """It was asked when its engine was of this number."""
+        is_of_drain = self.status is None or (engine == self.draining_engine and self.tracker is not None)
+        self.status, self.status_of = status, engine
+        if self.draining_process is None and is_of_drain:
+            self.draining_process = _process_of(status)
+        elif self.draining_process != _process_of(status):
+            self.is_draining = False  # it left, and has come back
 
     def describe(self, *, num_requests: int, jobs: list[str]) -> dict[str, Any]:
         """How it is, and what it does. jobs: by the names that clients know."""
@@ -88,6 +109,10 @@ class ClusterNode:
             "free_pages": None if stats is None else stats.num_pages_free,
             "slack": None if stats is None else stats.slack,
         }
+
+
+def _process_of(status: NodeStatus | None) -> _Process | None:
+    return None if status is None else (status.machine, status.pid)
 
 
 class NodesOwner(Protocol):
@@ -183,10 +208,7 @@ class Nodes:
             if node.tracker is None:
                 node.problem, node.is_refused = str(error) or "it does not answer", False
             return
-        before = node.status
-        if before is not None and (before.machine, before.pid) != (status.machine, status.pid):
-            node.is_draining = False  # it left, and has come back
-        node.status, node.status_of = status, engine
+        node.is_as(status, engine)
         if status.version != VERSION:
             self.refuse(node, f"it runs coserve {status.version}, and this is {VERSION}: install the same everywhere")
         elif self._checks.has_other_settings(status):

@@ -140,8 +140,8 @@ class JobCommands:
             self._writers.hurry(command.id)
             if command.keeps:  # before the end, which the optimizer's state does not outlive
                 self._checkpoint(command.id, listed=False)
-            self._engine.cancel_job(command.id)
-            self._forget(command.id, keep_versions=False)
+            for event in self._cancel(command.id):
+                self._tell_event(event)
         self._tell(command.id, Reply(command.call))
 
     def _start(self, job: JobStart, files: JobFiles) -> None:
@@ -202,7 +202,7 @@ class JobCommands:
             every = job.checkpoint_every_steps
             if event.kind == "step" and every and event.step % every == 0:
                 self._checkpoint(event.job, listed=True)
-            elif event.kind in ("failed", "cancelled"):
+            elif event.kind == "failed":
                 self._forget(event.job, keep_versions=False)
 
     def take_pending(self) -> PendingReports:
@@ -348,9 +348,15 @@ class JobCommands:
     def _fail(self, job: str, message: str) -> JobEvent:
         """End a job that cannot be continued; what is to be told of it."""
         step = self._engine.job(job).num_steps_done
-        self._engine.cancel_job(job)
-        self._forget(job, keep_versions=False)
+        self._cancel(job)
         return JobEvent(job=job, kind="failed", step=step, now_s=self._engine.device.clock.now(), message=message)
+
+    def _cancel(self, job: str) -> list[JobEvent]:
+        """Returns what the next step would tell of it: the job may have been started again by then."""
+        self._engine.cancel_job(job)
+        events = self._engine.outbox.take(lambda event: isinstance(event, JobEvent) and event.job == job)
+        self._forget(job, keep_versions=False)
+        return [event for event in events if isinstance(event, JobEvent)]
 
     def _forget(self, job: str, *, keep_versions: bool) -> None:
         """keep_versions: of the adapter that it has made; those of a job that did not succeed cannot be asked for."""

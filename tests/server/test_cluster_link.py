@@ -179,6 +179,32 @@ def test_what_a_node_says_of_itself_is_of_the_process_that_lives():
     run(test)
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_node_drains_that_came_back_just_before(leaves: bool):
+    """What is known of it is of its old process; by what it is now it has not left since, or has once more."""
+
+    async def test() -> None:
+        node = NodeSlowToDescribe()
+        async with cluster(ScriptedNode(), node) as link:
+            await until(lambda: link.describe()[1]["pid"] == 1)
+            node.die()
+            await until(lambda: node.num_asked_in_vain)
+            node.live()
+            await until(lambda: "node-1" in {each.id for each in link.view.nodes})
+            await link.drain("node-1")
+            if leaves:
+                node.die()
+                await until(lambda: "node-1" not in {each.id for each in link.view.nodes})
+                node.live()
+                await until(lambda: "node-1" in {each.id for each in link.view.nodes})
+            node.is_heard.set()
+            pid = 3 if leaves else 2
+            found = await until(lambda: link.describe()[1]["pid"] == pid and link.describe()[1])
+            assert found["state"] == ("ready" if leaves else "draining")
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [

@@ -158,6 +158,21 @@ def test_a_cancelled_job_keeps_what_it_had(process: Process, tmp_path: Path):
         process.commands.handle(CancelJob(3, "j"))
 
 
+def test_the_end_of_a_cancelled_job_is_told_before_the_reply_and_not_again(process: Process, tmp_path: Path):
+    """Who has the reply may start the job anew, here: what is told of its end after that would end it again."""
+    process.commands.handle(StartJob(1, job(tmp_path)))
+    process.run(2)
+    process.news = PendingReports()
+    process.commands.handle(CancelJob(2, "j", keeps=False))
+    process.hear_all()
+    assert process.kinds() == ["cancelled"]
+    assert process.news.replies == [Reply(2)]
+    process.commands.handle(StartJob(3, job(tmp_path)))
+    process.news = PendingReports()
+    process.run()
+    assert process.kinds() == ["step"] * NUM_STEPS + ["succeeded"]
+
+
 def test_a_job_whose_result_cannot_be_kept_has_failed(process: Process, tmp_path: Path):
     (tmp_path / "checkpoints").write_text("in the way")
     process.commands.handle(StartJob(1, job(tmp_path)))

@@ -54,19 +54,22 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def cluster_storms(options: argparse.Namespace) -> int:
-    num_storms, num_broken, done = 0, 0, Counter[str]()
+    num_storms, broken, done = 0, list[str](), Counter[str]()
     until_s = time.monotonic() + 60 * options.minutes
     for seed in count(options.first_seed) if options.seed is None else [options.seed]:
         if time.monotonic() > until_s:
             break
-        did, broken = run_cluster_storm(seed)
-        num_storms, num_broken, done = num_storms + 1, num_broken + bool(broken), done + did
-        if broken:
+        did, found = run_cluster_storm(seed)
+        num_storms, done = num_storms + 1, done + did
+        if found:
             again = f"PYTHONPATH=tests python -m storm clustered --seed {seed}"
-            print("\n".join(broken), f"a similar one: {again}", sep="\n", file=sys.stderr)
+            broken.append("\n".join([*found, f"a similar one: {again}"]))
+            print(broken[-1], file=sys.stderr)
     print("\n".join(f"{number:7} {what}" for what, number in sorted(done.items())))
-    print(json.dumps({"storms": num_storms, "broken": num_broken}))
-    return int(num_broken > 0)
+    if broken:  # again, where those look who see the end alone
+        print("\n".join(broken))
+    print(json.dumps({"storms": num_storms, "broken": len(broken)}))
+    return int(bool(broken))
 
 
 def real_storms(options: argparse.Namespace) -> int:

@@ -147,13 +147,16 @@ class ClusterStorm:
             self.broken.append(f"waits for a node that is not wanted any more: {waiting}")
 
     def look(self) -> None:
-        """At what jobs have become, and what clients were told."""
+        """At what engines and jobs have become, and what clients were told."""
+        for name, node in self._made.nodes.items():
+            self.broken += [f"an engine of {name} ended: {failure}" for failure in node.failures]
         for id, kind in self._jobs.items():
             job = self._made.world.job(id)
             self.done[f"{kind}: {job.status}"] += 1
             if job.status != "succeeded":
                 if job.status != "cancelled" or id not in self._cancelled:
-                    self.broken.append(f"job {id}, {kind}, is {job.status}: {job.error}")
+                    told = [event.message for event in self._made.world.events(id)[-5:]]
+                    self.broken.append(f"job {id}, {kind}, is {job.status}: {job.error}; it has told last: {told}")
                 continue
             steps = steps_of(self._made.world.events(id))
             if steps != list(range(1, job.num_steps + 1)):
