@@ -22,7 +22,10 @@ from coserve.kernels import find_backend
 from coserve.kernels.cpu.products import wide_product
 from coserve.kernels.weights import Int8Weight
 
-_SHAPES = ((4864, 896), (896, 4864), (1536, 576), (576, 1536), (960, 576), (49152, 576))
+_SHAPES = (
+    *((9728, 896), (896, 4864), (896, 896), (1152, 896)),
+    *((1536, 576), (576, 1536), (960, 576), (49152, 576)),
+)
 _ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 _WEIGHT_BYTES = 256 << 20
 

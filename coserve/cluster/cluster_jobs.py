@@ -127,9 +127,13 @@ class ClusterJobs:
     async def cancel(self, id: str, *, keeps: bool = True) -> None:
         """See `JobEngine`. keeps: a checkpoint."""
         async with self._turn(id) as job:
-            if job.told is not None:
-                await job.told.link.cancel_job(id, keeps=keeps)
-            self.forget(id)
+            try:
+                if job.told is not None:
+                    await job.told.link.cancel_job(id, keeps=keeps)
+            except EngineGoneError:
+                if self._jobs.get(id) is job:
+                    raise
+            self.forget(id)  # if its end has not been told yet
 
     async def move(self, id: str) -> bool:
         """Have a job continue on another node than its own, which drains, from where it is after its optimizer step.

@@ -39,8 +39,8 @@ _CATCH_UP_S = 10.0
 @dataclass(kw_only=True, eq=False)
 class _Divided:
     """One whose shards have been started. asked: of it. attempt: a word for these shards, and no others. done: nodes,
-    other than the first, that have made all of it. rests: it is paused. is_over: it will not be started again.
-    checkpoint: the newest. turn: of those who change it.
+    other than the first, that have made all of it. rests: it is paused. is_over: it will not be started again. end:
+    that it was cancelled, until all have ended. checkpoint: the newest. turn: of those who change it.
     """
 
     start: JobStart
@@ -52,6 +52,7 @@ class _Divided:
     reports: ShardReports
     rests: bool = False
     is_over: bool = False
+    end: JobEvent | None = None
     checkpoint: str | None = None
     starts: "Sequence[asyncio.Task[None]]" = ()
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -147,6 +148,8 @@ class DividedJobs:
                 raise
             self._forget(job)
             await self._undo(job, nodes)
+            if job.end is not None:
+                self._tell(job.end)
 
     # -- nodes that come and go ---------------------------------------------------------
 
@@ -205,10 +208,12 @@ class DividedJobs:
                 self._weights.keep(job.start, job.checkpoint)
                 self._keep_from_disk(job)
                 self._forget(job)
+            elif each.kind == "cancelled" and job.is_over:
+                job.end = each
             elif each.kind in ("failed", "cancelled") and not job.is_over:
                 job.is_over = True
                 self._leave(job)
-        return told
+        return [each for each in told if each is not job.end]
 
     def contributed(self, told: Contributed) -> None:
         """A node has written what the others are to have."""

@@ -82,9 +82,12 @@ class ClusterNode:
 
     def is_as(self, status: NodeStatus, engine: int) -> None:
         """It was asked when its engine was of this number."""
-        is_of_drain = self.status is None or (engine == self.draining_engine and self.tracker is not None)
-        self.status, self.status_of = status, engine
-        if self.draining_process is None and is_of_drain:
+        is_first, self.status, self.status_of = self.status is None, status, engine
+        if self.draining_process is None and engine < self.draining_engine:
+            return  # what it was before it was to drain
+        if self.draining_process is None and (
+            is_first or (engine == self.draining_engine and self.tracker is not None)
+        ):
             self.draining_process = _process_of(status)
         elif self.draining_process != _process_of(status):
             self.is_draining = False  # it left, and has come back

@@ -179,6 +179,47 @@ def test_what_a_node_says_of_itself_is_of_the_process_that_lives():
     run(test)
 
 
+class NodeSlowWhenBack(ScriptedNode):
+    """What it says of itself when it is back is heard of after `is_heard`, and its engine is used before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_slow, self.num_asked = False, 0
+        self.is_asked, self.is_heard = asyncio.Event(), asyncio.Event()
+
+    async def describe(self) -> NodeStatus:
+        found = await super().describe()
+        self.num_asked += 1
+        if self.is_slow:
+            self.is_asked.set()
+            await self.is_heard.wait()
+        return found
+
+    async def attach(self, session: str) -> None:
+        if self.is_slow:
+            await self.is_asked.wait()
+        await super().attach(session)
+
+
+def test_a_node_drains_that_was_asked_how_it_is_before_that_and_answers_after_it():
+    async def test() -> None:
+        node = NodeSlowWhenBack()
+        async with cluster(ScriptedNode(), node) as link:
+            await until(lambda: link.describe()[1]["pid"] == 1)
+            node.die()
+            node.is_slow = True
+            await until(lambda: "node-1" not in {each.id for each in link.view.nodes})
+            node.live()
+            await until(lambda: "node-1" in {each.id for each in link.view.nodes})
+            await link.drain("node-1")
+            asked, node.is_slow = node.num_asked, False
+            node.is_heard.set()
+            await until(lambda: link.describe()[1]["pid"] == 2 and node.num_asked > asked)
+            assert link.describe()[1]["state"] == "draining"
+
+    run(test)
+
+
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_node_drains_that_came_back_just_before(leaves: bool):
     """What is known of it is of its old process; by what it is now it has not left since, or has once more."""
@@ -353,6 +394,27 @@ def test_what_is_asked_of_a_live_job_that_is_lost_ends_with_an_error():
                     await read(stream)
             assert link.num_open == 0
             assert not nodes[1].of(AddRequest)
+
+    run(test)
+
+
+def test_a_job_is_cancelled_whose_end_was_told_though_its_node_dies_before_the_reply():
+    async def test() -> None:
+        node = ScriptedNode()
+        async with cluster(node) as link:
+            heard = Heard(link)
+            await link.start_job(make_job("one"))
+
+            def before_reply(command: Any) -> None:
+                if isinstance(command, CancelJob):
+                    end = JobEvent(job="one", kind="cancelled", step=3, now_s=0.0)
+                    node.say(StepReport(job_events=[end]))
+                    node.lose_engine(("one",))
+
+            node.before_reply = before_reply
+            await link.cancel_job("one")
+            assert [event.kind for event in heard.events] == ["cancelled"]
+            assert link.jobs_lost == frozenset()
 
     run(test)
 

@@ -19,9 +19,8 @@ MOST_ROWS = 192
 _MOST_WIDE_THREADS = 4
 # From how many rows on it is the faster one, as there; and up to which rank it adds what a LoRA adds.
 _FEWEST_WIDE_ROWS, _MOST_RANK = 128, 64
-# From how many rows on input gradients are faster in tiles, of how many times as many outputs as inputs, and up to how
-# many inputs: with more the gradients of outputs are read again and again.
-_FEWEST_GRADIENT_ROWS, _LEAST_OUTPUTS_OF_INPUTS, _MOST_GRADIENT_INPUTS = 128, 2, 1024
+# From how many rows on input gradients are faster in tiles.
+_FEWEST_GRADIENT_ROWS = 128
 
 
 class TileProducts:
@@ -66,11 +65,9 @@ class TileProducts:
         return y
 
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor | None:
-        """dy W of many rows and outputs, by AMX; added to `onto`, rounded once. in and out are multiples of 32."""
+        """dy W of many rows, by AMX; added to `onto`, rounded once. in and out are multiples of 32."""
         (n, outer), inner = grad.shape, weight.shape[1]
-        if outer < _LEAST_OUTPUTS_OF_INPUTS * inner or inner > _MOST_GRADIENT_INPUTS:
-            return None
-        if n < _FEWEST_GRADIENT_ROWS or not self._has_wide_products:
+        if n < _FEWEST_GRADIENT_ROWS or not outer or not self._has_wide_products:
             return None
         if weight.shape[0] != outer or not are_bfloat16(grad, weight) or not fit_weight(weight, None):
             return None

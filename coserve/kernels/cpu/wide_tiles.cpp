@@ -13,14 +13,14 @@ const int BLOCK = 32;
 // Elements of a block's sums.
 const int SUMS = BLOCK * BLOCK;
 // Most of the inner dimension for which rows of x are arranged at once, and whose sums are then put aside; and of it,
-// what of both factors stays in the inner cache.
-const i64 DEEP = 1024, INNER = 512;
+// what a block takes of both factors beside its sums from the inner cache, which keeps the one that is used again.
+const i64 DEEP = 1024, INNER = 256;
 // Most rows of x that a thread has arranged, and most blocks of sums that are put aside: they stay in the outer cache.
 const i64 MOST_ROWS = 512, MOST_BLOCKS = 256;
 // From how many rows for each thread on threads have rows of their own, not rows of the weight.
 const i64 ROWS_OF_A_THREAD = 256;
-// Of the weight in dx = dy W: how many of its rows and of its blocks of columns become pairs at once.
-const i64 PAIRED = 1024, COLUMNS = 8;
+// Of the weight in dx = dy W: how many of its blocks of columns become pairs at once, of INNER rows: a panel.
+const i64 COLUMNS = 14;
 // From how many bytes on a result is not kept in the caches: it would be gone before it is read.
 const i64 STREAMED_BYTES = 2 << 20;
 
@@ -44,12 +44,25 @@ struct More {
     i64 depth;
 };
 
+// What a thread does while tiles are multiplied, a step for each 32 of the inner dimension: nothing waits for it. Here:
+// of four rows from `ahead` on, elements are fetched into the outer cache.
+class Fetch {
+  public:
+    Fetch(const bf16* ahead, i64 step) : ahead_(ahead), step_(step) {}
+    void step() {
+        for (int i = 0; i < 4; i++) _mm_prefetch(reinterpret_cast<const char*>(ahead_ + i * step_), _MM_HINT_T1);
+        ahead_ += DEPTH;
+    }
+
+  private:
+    const bf16* ahead_;
+    i64 step_;
+};
+
 // c = a b + more, or c += a b + more, blocks of 32 x 32: a [32, inner] with a step from row to row, b [inner / 2, 32,
-// 2], c without gaps. Of four rows from `ahead` on, as many elements as of a row of a are fetched meanwhile into the
-// outer cache.
-template <bool ADD>
-void multiply_and_fetch(i64 inner, const bf16* a, i64 a_step, const bf16* b, float* c, const bf16* ahead,
-                        i64 ahead_step, const More& more) {
+// 2], c without gaps.
+template <bool ADD, class Aside>
+void multiply_aside(i64 inner, const bf16* a, i64 a_step, const bf16* b, float* c, Aside aside, const More& more) {
     const i64 row = BLOCK * sizeof(float);
     float* lower = c + SUMS / 2;
     if (ADD) {
@@ -63,18 +76,15 @@ void multiply_and_fetch(i64 inner, const bf16* a, i64 a_step, const bf16* b, flo
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (i64 k = 0; k < inner; k += DEPTH, a += DEPTH, b += DEPTH * BLOCK, ahead += DEPTH) {
+    for (i64 k = 0; k < inner; k += DEPTH, a += DEPTH, b += DEPTH * BLOCK) {
         _tile_loadd(4, a, a_step * 2);
         _tile_loadd(6, b, 128);
-        _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, b + 32, 128);
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + ahead_step), _MM_HINT_T1);
+        aside.step();
         _tile_dpbf16ps(1, 4, 7);
         _tile_loadd(5, a + 16 * a_step, a_step * 2);
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + 2 * ahead_step), _MM_HINT_T1);
         _tile_dpbf16ps(2, 5, 6);
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + 3 * ahead_step), _MM_HINT_T1);
         _tile_dpbf16ps(3, 5, 7);
     }
     for (i64 k = 0; k < more.depth; k += DEPTH) {
@@ -93,11 +103,12 @@ void multiply_and_fetch(i64 inner, const bf16* a, i64 a_step, const bf16* b, flo
     _tile_stored(3, lower + 16, row);
 }
 
-inline void run(bool adds, i64 inner, const bf16* a, i64 a_step, const bf16* b, float* c, const bf16* ahead,
-                i64 ahead_step, const More& more = {nullptr, nullptr, 0}) {
+template <class Aside>
+inline void run(bool adds, i64 inner, const bf16* a, i64 a_step, const bf16* b, float* c, Aside aside,
+                const More& more = {nullptr, nullptr, 0}) {
     settle();
-    adds ? multiply_and_fetch<true>(inner, a, a_step, b, c, ahead, ahead_step, more)
-         : multiply_and_fetch<false>(inner, a, a_step, b, c, ahead, ahead_step, more);
+    adds ? multiply_aside<true>(inner, a, a_step, b, c, aside, more)
+         : multiply_aside<false>(inner, a, a_step, b, c, aside, more);
     settle();
 }
 
@@ -241,7 +252,7 @@ struct Product {
                         const More more{all.left, all.right + block * BLOCK * all.depth, all.depth};
                         run(turn || part, within.size() * DEPTH, left + k, inner,
                             arranged + (block * depth + k) * BLOCK, own + block * SUMS,
-                            next + fetched(block, blocks) * inner + k, inner, more);
+                            Fetch(next + fetched(block, blocks) * inner + k, inner), more);
                         if (turns > 1 && is_last && part == parts - 1) write(strip, block);
                         if (turns == 1 && !part && strip > strips.start) write(strip - 1, block);
                     }
@@ -252,20 +263,70 @@ struct Product {
     }
 };
 
-// Rows of the weight [depth, 32 * blocks] with a step -> right factors [blocks, depth / 2, 32, 2], of which these rows
-// are the inner dimension.
-void pair(const bf16* weight, i64 step, i64 depth, i64 blocks, bf16* out) {
-    for (i64 row = 0; row < depth; row += 2, weight += 2 * step)
-        for (i64 column = 0; column < blocks * BLOCK; column += 16) {
-            const __m256i one = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weight + column));
-            const __m256i other = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weight + step + column));
-            const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(one), other, 1);
-            bf16* place = out + column / BLOCK * BLOCK * depth + row * BLOCK + column % BLOCK * 2;
-            _mm512_storeu_si512(place, interleaved(both));
-        }
-}
+// Rows of a weight [depth, 32 * blocks] with a step -> right factors [depth / 2, 32, 2] of each block, some elements
+// apart, of which these rows are the inner dimension. depth is even. Bit by bit, while others are multiplied.
+class Pairing {
+  public:
+    Pairing() = default;
+    Pairing(const bf16* weight, i64 step, i64 depth, i64 blocks, bf16* out, i64 block_step)
+        : weight_(weight),
+          out_(out),
+          step_(step),
+          blocks_(blocks),
+          block_step_(block_step),
+          left_(depth / 2 * blocks) {}
+    i64 left() const { return left_; }
 
-// dx = dy W, or dx += dy W, for some blocks of 32 columns of the weight. dy is the left factor as it lies.
+    // Two rows, 32 columns each, this many times.
+    void some(i64 count) {
+        const __m512i low = places_from(0), high = places_from(16);
+        for (count = std::min(count, left_), left_ -= count; count; count--) {
+            const bf16* place = weight_ + block_ * BLOCK;
+            for (int i = 0; i < 2; i++)
+                _mm_prefetch(reinterpret_cast<const char*>(place + (AHEAD + i) * step_), _MM_HINT_T0);
+            const __m512i one = _mm512_loadu_si512(place), other = _mm512_loadu_si512(place + step_);
+            bf16* out = out_ + block_ * block_step_;
+            _mm512_storeu_si512(out, _mm512_permutex2var_epi16(one, low, other));
+            _mm512_storeu_si512(out + BLOCK, _mm512_permutex2var_epi16(one, high, other));
+            if (++block_ == blocks_) block_ = 0, weight_ += 2 * step_, out_ += 2 * BLOCK;
+        }
+    }
+
+  private:
+    // Rows until one that is fetched is read.
+    static const i64 AHEAD = 16;
+
+    static __m512i places_from(int first) {
+        alignas(64) uint16_t places[32];
+        for (int i = 0; i < 16; i++) places[2 * i] = first + i, places[2 * i + 1] = 32 + first + i;
+        return _mm512_load_si512(places);
+    }
+
+    const bf16* weight_ = nullptr;
+    bf16* out_ = nullptr;
+    i64 step_ = 0, blocks_ = 0, block_step_ = 0, left_ = 0, block_ = 0;
+};
+
+class FetchAndPair {
+  public:
+    FetchAndPair(Fetch fetch, Pairing& pairing, i64 count) : fetch_(fetch), pairing_(pairing), count_(count) {}
+    void step() {
+        fetch_.step();
+        pairing_.some(count_);
+    }
+
+  private:
+    Fetch fetch_;
+    Pairing& pairing_;
+    i64 count_;
+};
+
+// Whether rows that are as many elements apart stand in so few places of the inner cache that 32 of them, of INNER
+// elements, drive each other out of it.
+inline bool crowd(i64 step) { return step % 512 == 0; }
+
+// dx = dy W, or dx += dy W, for some blocks of 32 columns of the weight, panel by panel: while one is multiplied, the
+// next becomes pairs. dy is the left factor as it lies.
 struct InputGradient {
     const bf16* grad;
     i64 grad_step;
@@ -277,34 +338,54 @@ struct InputGradient {
     Lines lines;
 
     void run_for(Part columns) const {
-        const i64 blocks = (n + BLOCK - 1) / BLOCK, turns = (outer + PAIRED - 1) / PAIRED, width = columns.size();
-        const i64 most_depth = (outer / DEPTH + turns - 1) / turns * DEPTH;
+        const i64 blocks = (n + BLOCK - 1) / BLOCK, turns = (outer + INNER - 1) / INNER;
+        const i64 groups = (columns.size() + COLUMNS - 1) / COLUMNS, panels = groups * turns;
+        if (!panels) return;
+        const i64 widest = (columns.size() + groups - 1) / groups,
+                  deepest = (outer / DEPTH + turns - 1) / turns * DEPTH;
+        const i64 panel_size = widest * BLOCK * deepest;
         float* sums = reinterpret_cast<float*>(
-            scratch.take(blocks * width * SUMS * sizeof(float) + (width + 1) * BLOCK * most_depth * sizeof(bf16)));
-        bf16* right = reinterpret_cast<bf16*>(sums + blocks * width * SUMS);
-        bf16* last_rows = right + width * BLOCK * most_depth;
-        for (i64 turn = 0; turn < turns; turn++) {
-            const Part deep(outer / DEPTH, turn, turns);
-            const i64 start = deep.start * DEPTH, depth = deep.size() * DEPTH;
-            pair(weight + start * inner + columns.start * BLOCK, inner, depth, width, right);
+            scratch.take(blocks * widest * SUMS * sizeof(float) + (2 * panel_size + BLOCK * deepest) * sizeof(bf16)));
+        bf16* rights = reinterpret_cast<bf16*>(sums + blocks * widest * SUMS);
+        bf16* copied = rights + 2 * panel_size;
+        auto group_of = [&](i64 panel) { return Part(columns.size(), panel / turns, groups).from(columns.start); };
+        auto deep_of = [&](i64 panel) { return Part(outer / DEPTH, panel % turns, turns); };
+        auto pairing_of = [&](i64 panel) {
+            if (panel == panels) return Pairing();
+            const Part group = group_of(panel), deep = deep_of(panel);
+            return Pairing(weight + deep.start * DEPTH * inner + group.start * BLOCK, inner, deep.size() * DEPTH,
+                           group.size(), rights + panel % 2 * panel_size, deep.size() * DEPTH * BLOCK);
+        };
+        Pairing first = pairing_of(0);
+        first.some(first.left());
+        for (i64 panel = 0; panel < panels; panel++) {
+            const Part group = group_of(panel), deep = deep_of(panel);
+            const i64 start = deep.start * DEPTH, depth = deep.size() * DEPTH, width = group.size();
+            const bool is_first = panel % turns == 0, is_last = panel % turns == turns - 1;
+            const bf16* right = rights + panel % 2 * panel_size;
+            Pairing pairing = pairing_of(panel + 1);
+            const i64 steps = blocks * width * deep.size(), count = (pairing.left() + steps - 1) / steps;
             for (i64 block = 0; block < blocks; block++) {
                 const i64 rows = std::min<i64>(BLOCK, n - block * BLOCK);
                 const bf16* left = grad + block * BLOCK * grad_step + start;
-                const bf16* next = block + 1 < blocks ? left + BLOCK * grad_step : grad + start + depth;
+                const bf16* next = block + 1 < blocks ? left + BLOCK * grad_step
+                                                      : grad + deep_of(std::min(panel + 1, panels - 1)).start * DEPTH;
                 i64 left_step = grad_step;
-                if (rows < BLOCK) {
-                    std::memset(last_rows, 0, BLOCK * depth * sizeof(bf16));
+                if (rows < BLOCK || crowd(grad_step)) {
                     for (i64 i = 0; i < rows; i++)
-                        std::memcpy(last_rows + i * depth, left + i * grad_step, depth * sizeof(bf16));
-                    left = last_rows, left_step = depth;
+                        std::memcpy(copied + i * depth, left + i * grad_step, depth * sizeof(bf16));
+                    std::memset(copied + rows * depth, 0, (BLOCK - rows) * depth * sizeof(bf16));
+                    left = copied, left_step = depth;
                 }
                 for (i64 column = 0; column < width; column++) {
                     float* own = sums + (block * width + column) * SUMS;
-                    run(turn, depth, left, left_step, right + column * BLOCK * depth, own,
-                        next + fetched(column, width) * grad_step, grad_step);
-                    if (turn == turns - 1) write(own, block * BLOCK, rows, (columns.start + column) * BLOCK);
+                    const Fetch fetch(next + fetched(column, width) * grad_step, grad_step);
+                    run(!is_first, depth, left, left_step, right + column * BLOCK * depth, own,
+                        FetchAndPair(fetch, pairing, count));
+                    if (is_last) write(own, block * BLOCK, rows, (group.start + column) * BLOCK);
                 }
             }
+            pairing.some(pairing.left());
         }
     }
 
@@ -370,8 +451,8 @@ extern "C" void tile_input_gradient(const bf16* grad, i64 grad_step, const bf16*
 #pragma omp parallel num_threads(num_threads)
     {
         const i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        const Part all(inner / BLOCK, thread, threads);
-        const i64 groups = (all.size() + COLUMNS - 1) / COLUMNS, chunks = (n + MOST_ROWS - 1) / MOST_ROWS;
+        const Part columns(inner / BLOCK, thread, threads);
+        const i64 chunks = (n + MOST_ROWS - 1) / MOST_ROWS;
         Tiles registers;
         for (i64 chunk = 0; chunk < chunks; chunk++) {
             const Part rows((n + BLOCK - 1) / BLOCK, chunk, chunks);
@@ -386,8 +467,7 @@ extern "C" void tile_input_gradient(const bf16* grad, i64 grad_step, const bf16*
                                          inner,
                                          outer,
                                          lines};
-            for (i64 group = 0; group < groups; group++)
-                gradient.run_for(Part(all.size(), group, groups).from(all.start));
+            gradient.run_for(columns);
         }
         _mm_sfence();
     }
