@@ -25,7 +25,6 @@ from coserve.devices.job_messages import WriteCheckpoint
 from coserve.devices.messages import Command
 from coserve.engine.engine import Engine
 from coserve.jobs.remote_files import RemoteFiles, shared_files
-from coserve.jobs.shared_files import SharedFiles
 from coserve.worker.process import EngineProcess
 from coserve.worker.protocol import AddRequest, decode_command, decode_report, encode
 

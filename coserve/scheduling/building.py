@@ -12,7 +12,7 @@ from coserve.scheduling.fusion import hybrid_tasks, is_before_backward, joined_t
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.memory import MemoryPlan
 from coserve.scheduling.order import by_due
-from coserve.scheduling.pieces import MOST_ROW_COST, largest_that_fits, least_urgent, rows_of_tile
+from coserve.scheduling.pieces import CLEARLY, MOST_ROW_COST, largest_that_fits, least_urgent, rows_of_tile
 from coserve.scheduling.plan import (
     JobView,
     Plan,
@@ -33,8 +33,6 @@ LOSS_ROWS_STEP = 32
 # Either may cost `MOST_ROW_COST` times per row what one of as many rows would; a smaller one waits until more time has
 # been saved up, where that can be: slack is spent in lumps.
 GOOD_ROWS = 256
-# By which factor a smaller window is to be the cheaper one per row: predictions are off by less.
-_CLEARLY = 1.05
 
 
 class PlanBuilder:
@@ -382,9 +380,8 @@ class PlanBuilder:
         if extra_s(least) > left_s:
             return False
         rows = largest_that_fits(least, longest, extra_s, left_s)
-        # The step that is cheapest per row, not the largest; by as much as predictions may be off, or one of a size that
-        # was slow when it was first seen, as where memory is touched for the first time, would not be tried again.
-        while rows // 2 >= least and (before_s + extra_s(rows // 2)) * _CLEARLY < (before_s + extra_s(rows)) / 2:
+        # The step that is clearly cheapest per row, not the largest.
+        while rows // 2 >= least and (before_s + extra_s(rows // 2)) * CLEARLY < (before_s + extra_s(rows)) / 2:
             rows //= 2
         good = min(longest, GOOD_ROWS)
         if may_wait and rows < good and extra_s(rows) / rows > MOST_ROW_COST * extra_s(good) / good:

@@ -4,6 +4,9 @@ from collections.abc import Callable
 
 # The smallest piece of a prompt that is urgent, where fewer rows cost more, each, than MOST_ROW_COST times as much.
 LEAST_PREFILL_ROWS, MOST_ROW_COST = 64, 1.1
+# By which factor half of a piece must be the cheaper one per row to be taken in its place. Else a size that was slow
+# when first seen, as where memory is touched for the first time, would not be tried again for long.
+CLEARLY = 1.05
 # Kernels compute rows in tiles of as many; as few fill up one that others have begun.
 TILE_ROWS, LEAST_FILLING_ROWS = 16, 4
 
