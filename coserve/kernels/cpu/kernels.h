@@ -49,6 +49,8 @@ void wide_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bia
                   i64 num_threads);
 void wide_product_and_low_rank(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y,
                                const i64* added, i64 num_added, i64 n, i64 inner, i64 outer, i64 num_threads);
+
+// wide_gradients.cpp (AMX)
 void tile_input_gradient(const bf16* grad, i64 grad_step, const bf16* weight, bf16* x_grad, i64 x_grad_step,
                          i64 is_added, i64 n, i64 inner, i64 outer, i64 num_threads);
 

@@ -5,8 +5,8 @@ Which way is fastest depends on the processor, the dtype and the number of rows;
 - bfloat16 and few rows: kernels of our own read the weight once as it lies, in tiles with AMX and AMD's AVX-512
   (`tile_products.py`; with the latter the fewest rows, and weights of no whole tiles, by pairs: `pair_products.cpp`),
   and in float32 elsewhere (`vector_products.cpp`); PyTorch's take twice as long, and rearrange the weight first.
-- bfloat16 and many rows, with AMX: tiles, too, that are fetched while others are multiplied (`wide_tiles.cpp`); but
-  PyTorch's with many threads, and PyTorch's input gradients but of weights with few inputs and many outputs.
+- bfloat16 and many rows, with AMX: tiles, too, that are fetched while others are multiplied (`wide_tiles.cpp`,
+  `wide_gradients.cpp`); but PyTorch's with many threads.
 - The same on another CPU that multiplies bfloat16 faster than float32 (AMD's AVX-512): PyTorch's.
 - The same on one that emulates it, at a quarter of its float32 speed, or whose instructions for it have half of that
   (Intel's without AMX): kernels of our own, which convert a strip of the weight at a time and multiply in float32

@@ -1,5 +1,6 @@
 """Products of rows with a large weight in tiles, by kernels of our own: of few rows (skinny GEMM: `products.cpp`,
-`int8_tiles.cpp`) and, with AMX, of many (`wide_tiles.cpp`). bfloat16, with float32 sums that are rounded once.
+`int8_tiles.cpp`) and, with AMX, of many (`wide_tiles.cpp`, `wide_gradients.cpp`). bfloat16, with float32 sums that are
+rounded once.
 
 Each function gives None when it is not for these tensors.
 """
