@@ -131,9 +131,9 @@ class ClusterJobs:
                 if job.told is not None:
                     await job.told.link.cancel_job(id, keeps=keeps)
             except EngineGoneError:
-                if self._jobs.get(id) is job:
+                if self._jobs.get(id) is job:  # else its end was told before the node died
                     raise
-            self.forget(id)  # if its end has not been told yet
+            self.forget(id)
 
     async def move(self, id: str) -> bool:
         """Have a job continue on another node than its own, which drains, from where it is after its optimizer step.

@@ -69,7 +69,7 @@ class ClusterNode:
     problem: str | None = None
     is_refused: bool = False
     is_draining: bool = False
-    draining_process: "_Process | None" = None
+    draining_process: _Process | None = None
     draining_engine: int = 0
     lost: list[str] = field(default_factory=list)
 

@@ -71,7 +71,7 @@ class FetchAndPair {
 };
 
 // Whether rows that are as many elements apart stand in so few places of the inner cache that 32 of them, of INNER
-// elements, drive each other out of it.
+// elements, drive each other out of it: of its 64, four where they lie a multiple of 1 KB apart.
 inline bool crowd(i64 step) { return step % 512 == 0; }
 
 // dx = dy W, or dx += dy W, for some blocks of 32 columns of the weight, panel by panel: while one is multiplied, the
