@@ -938,6 +938,17 @@ def test_the_rest_of_a_pack_may_be_a_small_window():
     assert rows_of(plan("slack", tight), "window") == {"j": 3}
 
 
+def test_half_a_window_is_run_where_it_is_clearly_cheaper_per_row(monkeypatch):
+    """A window of 512 rows was slow when first seen: whether half of it has the lower price by 3%, or by more."""
+    seen = view(job(left=512), ttft_s=1000.0)
+    for share, rows in ((0.97, 512), (0.9, 256)):  # of the price of a row in the whole, what it is in the half
+        latency = make_latency()
+        prices = [latency.forward_s(ForwardLoad(rows=n, spans=1, windows=1)) / n for n in (256, 512)]
+        factor = prices[0] / prices[1] / share
+        monkeypatch.setattr(latency.corrections, "of", lambda _, n, __, factor=factor: factor if n > 256 else 1.0)
+        assert rows_of(make_policy("tuning-only", {}).plan(seen, latency), "window") == {"j": rows}
+
+
 def test_jobs_are_served_in_turn_and_phases_share_a_step():
     first, second, third = job("a", left=64), job("b", "backward"), job("c", "update")
     made = plan("slack", view(first, second, third, ttft_s=20.0))
