@@ -66,6 +66,8 @@ class Backend(ABC):
     captures: ClassVar[bool] = False
     captured_rows: Sequence[int] = ()
     captured_prompts: Sequence[int] = ()
+    # Whether traces may have rows of training windows (`Trace.keep`).
+    traces_windows: ClassVar[bool] = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -123,6 +125,14 @@ class Backend(ABC):
     ) -> Tensor | None:
         """`product` with what is added to its columns, of which none is in two of these, rounded once; None where
         nothing is faster than `low_rank_product` onto it.
+        """
+        return None
+
+    def gated_product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
+    ) -> Tensor | None:
+        """`silu_mul` of the halves of `product_and_low_rank`, each written to a tensor of `keep`, [n, out / 2], too;
+        None where nothing is faster than these two and a copy.
         """
         return None
 

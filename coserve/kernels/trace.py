@@ -143,10 +143,12 @@ class Trace(ABC, Generic[BackendT]):
 
     @abstractmethod
     def keep(self, name: Hashable, rows: Tensor) -> None:
-        """Of rows [n, width], windows keep theirs by this name, those that do."""
+        """Of rows [n, width], windows keep theirs by this name, those that do. A trace that keeps nothing is for steps
+        without windows.
+        """
 
     @abstractmethod
     def store(self, name: Hashable, rows: Tensor, store: Tensor) -> None:
         """Of rows [n, width], keys or values, requests' go to their places in a store [num_pages, block_tokens, width],
-        a real tensor. Windows have kept theirs by this name.
+        a real tensor. Windows have kept theirs by this name, if there may be any.
         """

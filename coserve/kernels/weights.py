@@ -105,6 +105,26 @@ class Weight(ABC):
             for weight, bias, more in zip(weights, biases, added or [None] * len(weights), strict=True)
         ]
 
+    def gated_product(
+        self,
+        backend: "Backend",
+        x: Tensor,
+        weights: Sequence["Weight"],
+        biases: Sequence[Tensor | None],
+        added: Sequence[LowRankRows | None],
+        keep: Sequence[Tensor],
+    ) -> Tensor | None:
+        """`Backend.gated_product` of the same rows with two weights, of which this is the first; None if nothing is
+        faster than `products` first.
+        """
+        return None
+
+    def gated_halves(
+        self, backend: "Backend", x: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
+    ) -> Tensor | None:
+        """The same of the halves of this one."""
+        return None
+
 
 class DenseWeight(Weight):
     """A float tensor, row after row: every product reads it so."""
@@ -136,6 +156,11 @@ class DenseWeight(Weight):
     ) -> Tensor:
         y = backend.product_and_low_rank(x, self.tensor, bias, added)
         return super().product_and_low_rank(backend, x, bias, added) if y is None else y
+
+    def gated_halves(
+        self, backend: "Backend", x: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
+    ) -> Tensor | None:
+        return backend.gated_product(x, self.tensor, bias, added, keep)
 
     def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
         return backend.input_gradient(grad, self.tensor, onto)
@@ -259,16 +284,26 @@ class JoinedWeight(Weight):
         added: Sequence[LowRankRows | None] = (),
     ) -> Sequence[Tensor]:
         piece = self._piece
-        if len(weights) != len(piece.members) or any(map(_is_other, weights, piece.members)):
-            return super().products(backend, x, weights, biases, added)
-        if any(map(_is_other, biases, piece.biases)):
+        if not piece.is_of(weights, biases):
             return super().products(backend, x, weights, biases, added)
         if not added:
             return piece.whole.product(backend, x, piece.bias).split_with_sizes(piece.sizes, -1)
-        starts = accumulate(piece.sizes, initial=0)
-        placed = [more._replace(first=start) for start, more in zip(starts, added, strict=False) if more is not None]
-        y = piece.whole.product_and_low_rank(backend, x, piece.bias, placed)
+        y = piece.whole.product_and_low_rank(backend, x, piece.bias, piece.placed(added))
         return y.split_with_sizes(piece.sizes, -1)
+
+    def gated_product(
+        self,
+        backend: "Backend",
+        x: Tensor,
+        weights: Sequence[Weight],
+        biases: Sequence[Tensor | None],
+        added: Sequence[LowRankRows | None],
+        keep: Sequence[Tensor],
+    ) -> Tensor | None:
+        piece = self._piece
+        if not piece.is_of(weights, biases) or len(set(piece.sizes)) > 1:
+            return None
+        return piece.whole.gated_halves(backend, x, piece.bias, piece.placed(added), keep)
 
 
 class _Piece:
@@ -278,6 +313,17 @@ class _Piece:
         self.whole, self.bias, self.sizes = whole, bias, sizes
         self.members: list[Weight] = [JoinedWeight(part, self) for part in parts]
         self.biases: list[Tensor | None] = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
+
+    def is_of(self, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> bool:
+        """Whether these are all members and their biases, in order."""
+        if len(weights) != len(self.members) or any(map(_is_other, weights, self.members)):
+            return False
+        return not any(map(_is_other, biases, self.biases))
+
+    def placed(self, added: Sequence[LowRankRows | None]) -> list[LowRankRows]:
+        """What is added to members, at their columns of the whole."""
+        starts = accumulate(self.sizes, initial=0)
+        return [more._replace(first=start) for start, more in zip(starts, added, strict=False) if more is not None]
 
 
 def join(weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> tuple[list[Weight], list[Tensor | None]]:

@@ -219,7 +219,7 @@ class _Batch:
         if x is not None:
             values["x"] = x
             after.savers.save("x", x)
-        instead = after.bypasses.run_nodes if after.bypasses.within else None
+        instead = after.bypasses.run_nodes if after.bypasses.run_any else None
         run_graph(graph, values, weights, context, after, instead)
         return values[graph.outputs[0]]
 
@@ -266,6 +266,7 @@ class _Savers:
 
     def __init__(self, part: Part, keepers: Sequence[_Keeper], context: Context) -> None:
         self._context = context
+        self._num_rows = keepers[-1].rows.stop if keepers else 0
         self._savers: dict[str, list[_Saved]] = {}
         self._signs: dict[str, list[tuple[_Saved, str, Node]]] = {}
         for keeper in keepers:
@@ -284,10 +285,19 @@ class _Savers:
         """Whether anybody keeps rows of a tensor."""
         return name in self._savers or name in self._signs
 
+    def room(self, name: str) -> Tensor | None:
+        """Where the batch's rows of a tensor are kept, if that is one place for all."""
+        if name in self._signs or len(self._savers.get(name, ())) != 1:
+            return None
+        place = self._savers[name][0].keep.rows[name]
+        return place if isinstance(place, Tensor) and place.shape[0] == self._num_rows else None
+
     def save(self, name: str, value: Tensor, group: BypassGroup | None = None) -> None:
-        """Copy a tensor's rows to all who keep them; the rows of `value` are those of a group, or of the batch."""
+        """Copy a tensor's rows to all who keep them, unless they are where they are kept; the rows of `value` are those
+        of a group, or of the batch.
+        """
         for saved in self._savers.get(name, ()):
-            if (rows := _rows_in(saved, group)) is not None:
+            if (rows := _rows_in(saved, group)) is not None and value is not saved.keep.rows[name]:
                 saved.keep.rows[name].copy_(value[rows])
         for saved, sign, node in self._signs.get(name, ()):
             if (rows := _rows_in(saved, group)) is not None:

@@ -27,12 +27,20 @@ class Saver(Protocol):
         ...
 
     def save(self, name: str, value: Tensor, group: BypassGroup | None = None) -> None:
-        """Copy the rows of a group, or of the batch, to all who keep them."""
+        """Copy the rows of a group, or of the batch, to all who keep them, unless they are where they are kept."""
+        ...
+
+    def room(self, name: str) -> Tensor | None:
+        """Where the batch's rows of a tensor are kept, if that is one place for all."""
         ...
 
 
 class BypassRuns:
-    """See above. within: the nodes whose product takes along what a bypass adds."""
+    """See above. within: the nodes whose product takes along what a bypass adds.
+
+    Two products of which the next node makes a gated unit, and whose results are kept, may make it, too: the results
+    are then written to where they are kept, and read no more.
+    """
 
     def __init__(
         self,
@@ -46,6 +54,8 @@ class BypassRuns:
     ) -> None:
         """graph, weights: of the part. num_rows: of the batch, or 0 where every bypass runs after its node."""
         self._part, self._weights, self._context, self._saver = part, weights, context, saver
+        self._gated_units = graph.gated_units if context.block_rows is None else {}
+        self._made: dict[str, Tensor] = {}  # by node, what was made before it was asked for
         self._groups: dict[str, list[BypassGroup]] = {}
         for group in groups:
             for site in group.sites(part):
@@ -70,19 +80,47 @@ class BypassRuns:
             for group in self._groups.get(node.name, ()):
                 self._run(group, node, values)
 
+    @property
+    def run_any(self) -> bool:
+        """Whether there may be nodes for `run_nodes`."""
+        return bool(self.within) or any(self._rooms(unit) for unit in self._gated_units.values())
+
     def run_nodes(self, nodes: Sequence[Node], values: MutableMapping[str, Tensor]) -> bool:
-        """Run nodes that run at once with what is added within them, if any of them is such; whether it did."""
-        if not any(node.name in self.within for node in nodes):
+        """Run nodes that run at once with what is added within them, or what is made of them, if there is any such;
+        whether it did.
+        """
+        if (made := self._made.pop(nodes[0].name, None)) is not None:
+            values[nodes[0].outputs[0][1]] = made
+            return True
+        unit = self._gated_units.get(nodes[0].name)
+        keep = () if unit is None or self._add_afterwards(nodes) else self._rooms(unit)
+        if not keep and not any(node.name in self.within for node in nodes):
             return False
         added = [self._low_rank_rows(node, values) for node in nodes]
         weights, runs = self._weights, []
         for node in nodes:
             inputs = {slot: weights[name] if name in weights else values[name] for slot, name in node.inputs}
             runs.append((inputs, node.attribute))
-        found = nodes[0].operator.forward_with_low_rank(runs, added, self._context)
+        operator = nodes[0].operator
+        if unit is not None and keep:
+            made = operator.forward_gated(runs, added, keep, self._context)
+            if made is not None:
+                self._made[unit.name] = made
+                values.update(zip(unit.input.values(), keep, strict=True))
+                return True
+        found = operator.forward_with_low_rank(runs, added, self._context)
         for node, results in zip(nodes, found, strict=True):
             values.update({name: results[slot] for slot, name in node.outputs})
         return True
+
+    def _add_afterwards(self, nodes: Sequence[Node]) -> bool:
+        """Whether anything is added to nodes that is not within them."""
+        return any(node.name in self._groups and node.name not in self.within for node in nodes)
+
+    def _rooms(self, unit: Node) -> Sequence[Tensor]:
+        """Where what a gated unit reads is kept; nothing unless all of it is kept in one place."""
+        rooms = [room for name in unit.input.values() if (room := self._saver.room(name)) is not None]
+        return rooms if len(rooms) == len(unit.input) else ()
 
     def _low_rank_rows(self, node: Node, values: Mapping[str, Tensor]) -> LowRankRows | None:
         """What a node's product takes along, after all of the bypass before that has run."""

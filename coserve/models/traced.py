@@ -6,6 +6,7 @@ is made at the first step that can use it.
 
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,18 +22,25 @@ from coserve.models.backbone import Backbone
 from coserve.models.base import Part
 from coserve.models.bypasses import Bypasses, RowAdapters
 
-# Most sets of places for which a pool keeps traces: users of many adapters have few targets.
-_MOST_TRACES = 16
+# Most traces that a pool keeps: users of many adapters have few targets.
+_MOST_TRACES = 32
+
+
+class _Traced(NamedTuple):
+    """What a trace is for. places: a bit for each at which an adapter sits."""
+
+    places: int
+    has_windows: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PageStores:
     """The stores of keys and values by block with attention, [num_pages, block_tokens, Hkv * D] each, and their traces
-    by the places of adapters (None: the blocks cannot be traced with these).
+    by what they are for (None: the blocks cannot be traced for that).
     """
 
     layers: Mapping[Part, tuple[Tensor, Tensor]]
-    traces: dict[int, TracedCalls | None] = field(default_factory=dict)
+    traces: dict[_Traced, TracedCalls | None] = field(default_factory=dict)
 
     @property
     def most_rows(self) -> int:
@@ -146,10 +154,12 @@ def run_at_once(
     """
     if adapters.have_requests_apart or not all(window.may_run_at_once for window in windows):
         return None
+    if windows and not backbone.backend.traces_windows:
+        return None
     places = 0 if adapters.low_rank is None else adapters.low_rank.mask
     for window in windows:
         places |= 0 if window.adapter is None else window.adapter.mask
-    calls = _traced_calls(backbone, requests.stores, inputs, places)
+    calls = _traced_calls(backbone, requests.stores, inputs, _Traced(places, bool(windows)))
     if calls is None or inputs["x"].shape[0] > calls.most_rows:
         return None
     if sum([piece.num_pairs for piece in requests.pieces]) > calls.most_prompt_pairs:
@@ -181,18 +191,18 @@ def run_at_once(
 
 
 def _traced_calls(
-    backbone: Backbone, stores: PageStores, inputs: Mapping[str, Tensor], places: int
+    backbone: Backbone, stores: PageStores, inputs: Mapping[str, Tensor], what: _Traced
 ) -> TracedCalls | None:
-    """The calls of all blocks; None where they must run one by one. places: a bit for each at which an adapter sits."""
-    if places not in stores.traces:
+    """The calls of all blocks; None where they must run one by one."""
+    if what not in stores.traces:
         if len(stores.traces) >= _MOST_TRACES:
             stores.traces.clear()
         widths = {name: rows.shape[1] for name, rows in inputs.items()}
-        stores.traces[places] = _trace(backbone, stores, widths, places)
-    return stores.traces[places]
+        stores.traces[what] = _trace(backbone, stores, widths, what)
+    return stores.traces[what]
 
 
-def _trace(backbone: Backbone, stores: PageStores, widths: dict[str, int], places: int) -> TracedCalls | None:
+def _trace(backbone: Backbone, stores: PageStores, widths: dict[str, int], what: _Traced) -> TracedCalls | None:
     """widths: of the inputs."""
     layers = stores.layers  # without the traces, which would hold themselves
 
@@ -200,7 +210,7 @@ def _trace(backbone: Backbone, stores: PageStores, widths: dict[str, int], place
         constants = {name: trace.input(name, width) for name, width in widths.items()}
         x = constants.pop("x")
         for layer, (keys, values) in layers.items():
-            x = _trace_block(backbone, trace, layer, {**constants, "x": x}, keys, values, places)
+            x = _trace_block(backbone, trace, layer, {**constants, "x": x}, keys, values, what)
         return x
 
     try:
@@ -216,20 +226,22 @@ def _trace_block(
     values: dict[str, Tensor],
     keys: Tensor,
     key_values: Tensor,
-    places: int,
+    what: _Traced,
 ) -> Tensor:
     """values: the block's inputs. Returns its output."""
     graph = backbone.architecture.graphs[layer]
-    runs = {run.node: run for run in backbone.architecture.place_runs[layer] if run.mask & places}
+    runs = {run.node: run for run in backbone.architecture.place_runs[layer] if run.mask & what.places}
     stores = dict(zip(graph.kv_tensors, (keys, key_values), strict=True))
-    trace.keep((layer, "x"), values["x"])
+    if what.has_windows:
+        trace.keep((layer, "x"), values["x"])
 
     def after(node: Node, found: MutableMapping[str, Tensor]) -> None:
         if (run := runs.get(node.name)) is not None:
             outputs = [found[name] for name in run.outputs]
             trace.backend.add_adapters(found[run.source], outputs, run.first, trace.adapters)
         for _, name in node.outputs:
-            trace.keep((layer, name), found[name])
+            if what.has_windows:
+                trace.keep((layer, name), found[name])
             if name in stores:
                 trace.store((layer, name), found[name], stores[name])
 

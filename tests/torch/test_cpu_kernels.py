@@ -268,6 +268,43 @@ def test_what_a_lora_adds_is_within_the_sums_of_a_product(inner, outer, sites, n
 
 
 @needs_amx
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("inner", "outer", "sites"),
+    [(32, 64, []), (2080, 192, [(96, 96, 16)]), (896, 1152, [(0, 576, 16), (576, 576, 33)]), (96, 16384, [])],
+)
+def test_a_gated_product_keeps_and_gives_what_its_parts_do(inner, outer, sites, num_threads):
+    """sites: as above. To the last bit, wherever it is kept."""
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    weight, bias = torch.randn(outer, inner).bfloat16() / 8, torch.randn(outer).bfloat16()
+    for n, gap, own_bias in ((128, 0, bias), (201, 8, None), (544, 32, bias), (1030, 0, None)):
+        x = torch.randn(n, inner + 8).bfloat16()[:, 8:]
+        added = [
+            LowRankRows(torch.randn(n, rank).bfloat16(), torch.randn(columns, rank).bfloat16(), first)
+            for first, columns, rank in sites
+        ]
+        both = CPU.product_and_low_rank(x, weight, own_bias, added)
+        gate, up = both.tensor_split(2, -1)
+        rooms = torch.full((2, n + 1, outer // 2 + gap), -1.0, dtype=torch.bfloat16)
+        kept = rooms[:, :n, : outer // 2]
+        found = CPU.gated_product(x, weight, own_bias, added, kept.unbind())
+        assert torch.equal(found, CPU.silu_mul(gate, up))
+        assert torch.equal(kept[0], gate) and torch.equal(kept[1], up)
+        assert (rooms[:, n:] == -1).all() and (rooms[:, :, outer // 2 :] == -1).all(), "and nothing else"
+
+
+@needs_amx
+def test_gated_products_that_are_not_for_the_kernel_say_so():
+    x, weight, keep = torch.ones(128, 64).bfloat16(), torch.ones(128, 64).bfloat16(), torch.ones(2, 128, 64).bfloat16()
+    assert CPU.gated_product(x, weight, None, (), keep.unbind()) is not None
+    assert CPU.gated_product(x[:127], weight, None, (), keep[:, :127].unbind()) is None, "few rows"
+    assert CPU.gated_product(x, weight[:96], None, (), keep[:, :, :48].unbind()) is None, "halves of no whole tiles"
+    assert CPU.gated_product(x, weight, None, (), keep.float().unbind()) is None, "another dtype"
+    assert CPU.gated_product(x, weight, None, (), (keep[0], torch.ones(128, 65).bfloat16()[:, :64])) is None, "steps"
+
+
+@needs_amx
 def test_a_neighbour_of_b_that_is_not_finite_reaches_its_own_column_alone():
     """Ranks are filled up with zeros, not with what comes after a row of B."""
     torch.manual_seed(0)
@@ -814,7 +851,7 @@ def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, 
 def test_the_header_states_the_arguments_of_every_kernel():
     """The compiler holds the definitions against it; the library has whatever this processor can run."""
     found = compiled.signatures()
-    assert len(found) == 46 and all(found.values())
+    assert len(found) == 50 and all(found.values())
     sources = "".join(path.read_text() for path in Path(compiled.__file__).parent.glob("*.cpp"))
     for name in found:
         assert (
@@ -830,7 +867,7 @@ def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_lo
     declared = compiled.signatures()
     amx = {"int8_product_by_tiles", "cross_entropy_of_columns", "cross_entropy_gradient_of_columns"}
     amx |= {"cross_entropy_input_gradient_of_columns", "wide_product", "wide_product_and_low_rank"}
-    amx |= {"tile_input_gradient"}
+    amx |= {"tile_input_gradient", "product_onto", "gated_product", "wide_product_onto", "wide_gated_product"}
     tiles = {"attention_forward", "attention_backward", "attend_in_pieces", "product"}
     tiles |= {"to_low_rank", "from_low_rank", "add_low_rank_gradient"}
     assert compiled.kernels_for("tiles") == tiles <= declared.keys()

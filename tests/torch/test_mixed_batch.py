@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from steps_at_once import backbone_of
 from support import (
     FAMILIES,
     make_adapter,
@@ -13,8 +14,11 @@ from support import (
     record_products,
 )
 
+from coserve.kernels.cpu.compiled import compiled_kernels
 from coserve.models import CachedSequence, forward, logits
 from coserve.tuning import TrainingPass, make_pack, training_programs
+
+KERNELS = compiled_kernels()
 
 
 def alone(backbone, tokens, adapter=None):
@@ -105,6 +109,33 @@ def test_the_last_product_of_a_lora_goes_with_its_site_where_all_rows_have_it(mo
     alone = forward(backbone, [windows[0].next_window(13)])
     assert len(calls) == 7 * 3 and all(len(each.narrow) == 13 for each in calls)
     torch.testing.assert_close(alone, together[:13], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(KERNELS is None or not KERNELS.has_amx, reason="needs g++ and AMX")
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "up_proj"], ["q_proj"]])
+def test_products_of_a_window_that_make_its_gated_unit_keep_what_they_would(targets, monkeypatch):
+    """To the last bit: the rows of all blocks, what is kept, and gradients."""
+    backbone, made, answers = backbone_of("llama", "bfloat16", "dense"), [], []
+    pack = make_pack(random_sequences((90, 80)))
+
+    def run(adapter):
+        training = TrainingPass(adapter, training_programs(adapter), pack)
+        hidden = [forward(backbone, [training.next_window(140)])]
+        training.finish_window(hidden[0])
+        hidden.append(forward(backbone, [training.next_window(30)]))
+        training.finish_window(hidden[1])
+        training.run_loss(170)
+        while not training.done:
+            training.run_tasklet(140)
+        return [*hidden, *training.gradients.values()]
+
+    ask = backbone.backend.gated_product
+    monkeypatch.setattr(backbone.backend, "gated_product", lambda *given: answers.append(ask(*given)) or answers[-1])
+    made.append(run(make_adapter(backbone, target_modules=targets)))
+    assert [answer is not None for answer in answers] == [True] * 3 + [False] * 3, "of 140 rows, and of 30"
+    monkeypatch.setattr(backbone.backend, "gated_product", lambda *given: None)
+    made.append(run(make_adapter(backbone, target_modules=targets)))
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
 
 
 def test_training_windows_and_requests_share_the_batch():

@@ -1,5 +1,6 @@
 """Blocks that run as one call give what they give one by one, to the last bit, in any company."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ from support import make_adapter, make_backbone, random_tokens
 from coserve.kernels.cpu import CpuBackend
 from coserve.kernels.cpu.compiled import compiled_kernels
 from coserve.kernels.cpu.traced_calls import CpuCalls
+from coserve.kernels.trace import UntraceableError
 from coserve.memory import paged_kv
 from coserve.models import forward
 
 pytestmark = pytest.mark.skipif(not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels")
 
 KERNELS = compiled_kernels()
+needs_amx = pytest.mark.skipif(KERNELS is None or not KERNELS.has_amx, reason="needs g++ and AMX")
 needs_tiles = pytest.mark.skipif(KERNELS is None or not KERNELS.has_tiles, reason="needs g++, and AMX or AMD's AVX-512")
 
 MODELS = [
@@ -88,7 +91,7 @@ def test_with_adapters_at_all_or_some_linear_layers(name, dtype, weights, monkey
 
     traced = Steps(backbone)
     ours = run(traced)
-    assert sum(places > 0 and calls is not None for places, calls in traced.pages.stores.traces.items()) == len(
+    assert sum(what.places > 0 and calls is not None for what, calls in traced.pages.stores.traces.items()) == len(
         companies
     )
     one_by_one(monkeypatch)
@@ -187,6 +190,44 @@ def test_pieces_of_many_rows_attend_in_tiles_as_block_by_block(name, weights, mo
             assert torch.equal(one[rows], other[rows])
         assert (one - other).float().norm() < 0.02 * other.float().norm()
     assert torch.equal(ours[2], theirs[2])
+
+
+@needs_amx
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "qwen3", "llama-biases-tied"])
+@pytest.mark.parametrize("num_rows", [16, 48, 96, 144, 288])
+def test_any_number_of_rows_of_prompts_is_one_call_to_the_last_bit(name, num_rows, monkeypatch):
+    """Sums with what stands before a block, and gated units, are made within products there."""
+    backbone = backbone_of(name, "bfloat16", "dense", head_dim=32)
+    pieces = dict.fromkeys(range(num_rows // 16), 16)
+
+    def run(steps: Steps) -> torch.Tensor:
+        return steps.step(counts=pieces)
+
+    traced, plain = (Steps(backbone, lengths=[index % 3 + 1 for index in pieces]) for _ in range(2))
+    ours = run(traced)
+    assert traced.num_traces == 1
+    one_by_one(monkeypatch)
+    assert torch.equal(ours, run(plain))
+    assert torch.equal(traced.pages.storage, plain.pages.storage), "keys and values, too"
+
+
+@needs_amx
+def test_what_is_never_computed_cannot_be_read():
+    """Neither a product whose rows become a sum within it, nor the halves of a gated one."""
+    weight = torch.randn(64, 32).bfloat16()
+
+    def read_after(use: Callable[[Any, Any, Any], Any]) -> None:
+        def run(trace: Any) -> Any:
+            x = trace.input("x", 32)
+            y = trace.backend.product(x, weight)
+            used = use(trace, trace.input("onto", 64), y)
+            return y + used if used.shape == y.shape else trace.backend.product(used, weight) + y
+
+        with pytest.raises(UntraceableError):
+            CpuBackend(torch.device("cpu")).trace(torch.bfloat16, run)
+
+    read_after(lambda trace, onto, y: onto + y)
+    read_after(lambda trace, onto, y: trace.backend.silu_mul(*y.split_with_sizes([32, 32], -1)))
 
 
 @needs_tiles

@@ -78,6 +78,7 @@ class SiluMul(RowWise):
     inputs = ("gate", "up")
     needs = {"gate": ("gate", "up"), "up": ("gate",)}
     restores = ("y",)
+    is_gated_unit = True
     flops_per_element = 5
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:

@@ -57,6 +57,16 @@ class Linear(_Product):
         weights, biases = [as_weight(v["weight"]) for v, _ in runs], [v.get("bias") for v, _ in runs]
         return [{"y": y} for y in weights[0].products(context.backend, runs[0][0]["x"], weights, biases, added)]
 
+    def forward_gated(
+        self,
+        runs: Sequence[tuple[Values, Attributes]],
+        added: Sequence[LowRankRows | None],
+        keep: Sequence[Tensor],
+        context: Context,
+    ) -> Tensor | None:
+        weights, biases = [as_weight(v["weight"]) for v, _ in runs], [v.get("bias") for v, _ in runs]
+        return weights[0].gated_product(context.backend, runs[0][0]["x"], weights, biases, added, keep)
+
     def vjp(
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ class CpuBackend(PlainBackend):
     """See `Backend` for what each method does."""
 
     priority = 10
+    traces_windows = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -63,6 +64,11 @@ class CpuBackend(PlainBackend):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
     ) -> Tensor | None:
         return self._products.product_and_low_rank(x, weight, bias, added)
+
+    def gated_product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
+    ) -> Tensor | None:
+        return self._products.gated_product(x, weight, bias, added, keep)
 
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
         return self._products.input_gradient(grad, weight, onto)

@@ -52,6 +52,8 @@ struct Kernel {
 const Kernel KERNELS[] = {
 #ifdef HAS_AMX
     {"int8_product_by_tiles", Call<int8_product_by_tiles>::run},
+    {"product_onto", Call<product_onto>::run},
+    {"gated_product", Call<gated_product>::run},
 #endif
 #ifdef HAS_TILES
     {"product", Call<product>::run},

@@ -44,9 +44,20 @@ void drop_features(const void* x, i64 x_step, const i64* keys, i64 salt, double 
 void product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner, i64 outer,
              i64 num_threads);
 
+// products.cpp (AMX)
+void product_onto(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, const bf16* onto, i64 onto_step,
+                  bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads);
+void gated_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner,
+                   i64 outer, i64 num_threads);
+
 // wide_tiles.cpp (AMX)
 void wide_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner, i64 outer,
                   i64 num_threads);
+void wide_product_onto(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, const bf16* onto, i64 onto_step,
+                       bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads);
+void wide_gated_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* gate, bf16* up,
+                        i64 kept_step, bf16* y, const i64* added, i64 num_added, i64 n, i64 inner, i64 outer,
+                        i64 num_threads);
 void wide_product_and_low_rank(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y,
                                const i64* added, i64 num_added, i64 n, i64 inner, i64 outer, i64 num_threads);
 

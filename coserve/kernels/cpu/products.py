@@ -103,6 +103,12 @@ class CpuProducts:
         """See `Backend.product_and_low_rank`: of many rows, in tiles."""
         return None if self._tiles is None else self._tiles.product_and_low_rank(x, weight, bias, added)
 
+    def gated_product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
+    ) -> Tensor | None:
+        """See `Backend.gated_product`: of many rows, in tiles."""
+        return None if self._tiles is None else self._tiles.gated_product(x, weight, bias, added, keep)
+
     def _product_of_few_rows(
         self, multiply: Callable[..., None], x: Tensor, weight: Tensor, bias: Tensor | None, *more: int
     ) -> Tensor:

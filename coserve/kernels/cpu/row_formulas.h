@@ -157,6 +157,17 @@ INLINED Real exponential(Real x) {
     return twice * power_of_last_bits(sum);
 }
 
+template <typename Real>
+INLINED Real sigmoid(Real x) {
+    return reciprocal(1.0f + exponential(-x));
+}
+
+// silu(gate) up, of matrices of T.
+template <typename T, typename Real>
+INLINED Real silu_times(Real gate, Real up) {
+    return rounded<T>(gate * sigmoid(gate)) * up;
+}
+
 // The sum of term(0) to term(n - 1), of matrices of T, in an order that depends on n alone.
 template <typename T, typename Term>
 inline float sum_of(i64 n, Term term) {

@@ -79,17 +79,9 @@ void rms_norm_gradient_of(const T* grad, i64 grad_step, const T* x, i64 x_step, 
     });
 }
 
-template <typename Real>
-INLINED Real sigmoid(Real x) {
-    return reciprocal(1.0f + exponential(-x));
-}
-
 template <typename T>
 void silu_mul_row(const T* gate, const T* up, T* y, i64 width) {
-    for_places<T>(width, [=](auto i) {
-        const auto x = at(gate, i);
-        put(rounded<T>(x * sigmoid(x)) * at(up, i), y, i);
-    });
+    for_places<T>(width, [=](auto i) { put(silu_times<T>(at(gate, i), at(up, i)), y, i); });
 }
 
 template <typename T, bool WITH_Y>

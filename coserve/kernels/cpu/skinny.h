@@ -45,25 +45,41 @@ inline i64 spacing(i64 row_bytes) {
     return rows > 1 && rows * row_bytes % page_bytes == 0 ? rows + 1 : rows;
 }
 
-// Sums [32 * spacing, up to 16] -> rounded, with the scales and the bias (or null), as elements of up to 16 rows of y.
-// The sums of neighbours in y stand in strips one after another.
-inline void round_rows(const float* sums, i64 step, i64 spacing, i64 strip_step, const float* scales, const bf16* bias,
-                       i64 n, bf16* y, i64 y_step) {
-    i64 strip = 0, row = 0;
-    for (i64 column = 0; column < 32 * spacing; column += 32) {
-        __m512i pairs[16];
+// Sums [32 * spacing, up to 16] -> rounded, with the scales and the bias (or null), as rows: 32 neighbours of each at a
+// time, from the first ones on. The sums of neighbours stand in strips one after another.
+class RoundedRows {
+  public:
+    RoundedRows(const float* sums, i64 step, i64 spacing, i64 strip_step, const float* scales, const bf16* bias)
+        : sums_(sums), scales_(scales), bias_(bias), step_(step), spacing_(spacing), strip_step_(strip_step) {}
+
+    void next(__m512i (&lines)[16]) {
         for (int i = 0; i < 16; i++) {
             __m512 two[2];
-            for (int e = 0; e < 2; e++) {
-                two[e] = _mm512_loadu_ps(sums + strip * strip_step + row * step);
-                if (++strip == spacing) strip = 0, row++;
-                if (scales) two[e] = _mm512_mul_ps(two[e], _mm512_set1_ps(scales[column + 2 * i + e]));
-                if (bias) two[e] = _mm512_add_ps(two[e], _mm512_set1_ps(widen(bias[column + 2 * i + e])));
+            for (int e = 0; e < 2; e++, column_++) {
+                two[e] = _mm512_loadu_ps(sums_ + strip_ * strip_step_ + row_ * step_);
+                if (++strip_ == spacing_) strip_ = 0, row_++;
+                if (scales_) two[e] = _mm512_mul_ps(two[e], _mm512_set1_ps(scales_[column_]));
+                if (bias_) two[e] = _mm512_add_ps(two[e], _mm512_set1_ps(widen(bias_[column_])));
             }
-            pairs[i] = interleaved((__m512i)_mm512_cvtne2ps_pbh(two[1], two[0]));
+            lines[i] = interleaved((__m512i)_mm512_cvtne2ps_pbh(two[1], two[0]));
         }
-        transpose(pairs);
-        for (int i = 0; i < std::min<i64>(16, n); i++) _mm512_storeu_si512(y + i * y_step + column, pairs[i]);
+        transpose(lines);
+    }
+
+  private:
+    const float *sums_, *scales_;
+    const bf16* bias_;
+    i64 step_, spacing_, strip_step_, strip_ = 0, row_ = 0, column_ = 0;
+};
+
+// The same, as elements of up to 16 rows of y.
+inline void round_rows(const float* sums, i64 step, i64 spacing, i64 strip_step, const float* scales, const bf16* bias,
+                       i64 n, bf16* y, i64 y_step) {
+    RoundedRows rows(sums, step, spacing, strip_step, scales, bias);
+    for (i64 column = 0; column < 32 * spacing; column += 32) {
+        __m512i lines[16];
+        rows.next(lines);
+        for (int i = 0; i < std::min<i64>(16, n); i++) _mm512_storeu_si512(y + i * y_step + column, lines[i]);
     }
 }
 

@@ -40,16 +40,32 @@ def step(name: str, more: int = 0) -> StepNumber:
 
 
 class MemorySlot:
-    """Where a tensor's rows lie in the step's memory; given back when nobody reads them any more."""
+    """Where a tensor's rows lie in the step's memory, from when that is first asked for; given back when nobody reads
+    them any more.
+    """
 
     def __init__(self, memory: "RowMemory", num_bytes: int) -> None:
         """num_bytes: for each row."""
         self._memory, self.row_bytes = memory, num_bytes
-        self.num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        self.start = memory.take(self.num_bytes)
+        self._num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        self._start: int | None = None
+        self._is_void = False
+
+    def void(self) -> None:
+        """Its rows are never computed: reading them is refused."""
+        self._is_void = True
+
+    @property
+    def start(self) -> int:
+        if self._is_void:
+            raise UntraceableError
+        if self._start is None:
+            self._start = self._memory.take(self._num_bytes)
+        return self._start
 
     def __del__(self) -> None:
-        self._memory.give_back(self.start, self.num_bytes)
+        if self._start is not None:
+            self._memory.give_back(self._start, self._num_bytes)
 
 
 class RowMemory:

@@ -6,7 +6,7 @@ Each function gives None when it is not for these tensors.
 """
 
 from collections.abc import Sequence
-from ctypes import c_int64
+from ctypes import Array, c_int64
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class TileProducts:
         (n, inner), outer = x.shape, weight.shape[0]
         if not self._fit(x, weight, bias) or not are_bfloat16(weight):
             return None
-        if n > MOST_ROWS and not self._has_wide_products:
+        if n > MOST_ROWS and not has_wide_products(self._kernels):
             return None
         y = torch.empty(n, outer, dtype=x.dtype)
         self._kernels.product(
@@ -48,8 +48,41 @@ class TileProducts:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
     ) -> Tensor | None:
         """The same of many rows, and to some of its columns what a LoRA adds, within the same sums, by AMX."""
+        if (table := self._wide_table(x, weight, bias, added)) is None:
+            return None
         (n, inner), outer = x.shape, weight.shape[0]
-        if n < _FEWEST_WIDE_ROWS or not self._has_wide_products:
+        y = torch.empty(n, outer, dtype=x.dtype)
+        self._kernels.wide_product_and_low_rank(
+            *(x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()),
+            *(table, len(added), n, inner, outer, torch.get_num_threads()),
+        )
+        return y
+
+    def gated_product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
+    ) -> Tensor | None:
+        """`Backend.gated_product` of many rows, by AMX."""
+        if weight.shape[0] % 64 or (table := self._wide_table(x, weight, bias, added)) is None:
+            return None
+        (n, inner), outer = x.shape, weight.shape[0]
+        gate, up = keep
+        assert gate.shape == up.shape == (n, outer // 2)
+        if not are_bfloat16(gate, up) or gate.stride(0) != up.stride(0):
+            return None
+        y = torch.empty(n, outer // 2, dtype=x.dtype)
+        self._kernels.wide_gated_product(
+            *(x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr()),
+            *(gate.data_ptr(), up.data_ptr(), gate.stride(0), y.data_ptr()),
+            *(table, len(added), n, inner, outer, torch.get_num_threads()),
+        )
+        return y
+
+    def _wide_table(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
+    ) -> "Array[c_int64] | None":
+        """What is added, as kernels for many rows are told of it; None if they are not for these."""
+        n, outer = x.shape[0], weight.shape[0]
+        if n < _FEWEST_WIDE_ROWS or not has_wide_products(self._kernels):
             return None
         if not self._fit(x, weight, bias) or not are_bfloat16(weight) or not all(_fit_added(n, each) for each in added):
             return None
@@ -58,17 +91,12 @@ class TileProducts:
             end = first + b.shape[0]
             assert first >= 0 and end <= outer
             table += (narrow.data_ptr(), narrow.stride(0), b.data_ptr(), b.shape[1], first, end)
-        y = torch.empty(n, outer, dtype=x.dtype)
-        self._kernels.wide_product_and_low_rank(
-            *(x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()),
-            *((c_int64 * len(table))(*table), len(added), n, inner, outer, torch.get_num_threads()),
-        )
-        return y
+        return (c_int64 * len(table))(*table)
 
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor | None:
         """dy W of many rows, by AMX; added to `onto`, rounded once. in and out are multiples of 32."""
         (n, outer), inner = grad.shape, weight.shape[1]
-        if n < _FEWEST_GRADIENT_ROWS or not outer or not self._has_wide_products:
+        if n < _FEWEST_GRADIENT_ROWS or not outer or not has_wide_products(self._kernels):
             return None
         if weight.shape[0] != outer or not are_bfloat16(grad, weight) or not fit_weight(weight, None):
             return None
@@ -80,10 +108,6 @@ class TileProducts:
             *(onto is not None, n, inner, outer, torch.get_num_threads()),
         )
         return x_grad
-
-    @property
-    def _has_wide_products(self) -> bool:
-        return self._kernels.has_amx and torch.get_num_threads() <= _MOST_WIDE_THREADS
 
     def int8_skinny_gemm(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """(x W^T) s + b by AMX: the same with int8 values [out, in], in a multiple of 64, and float32 scales [out]."""
@@ -101,6 +125,11 @@ class TileProducts:
         """Whether these are rows, a weight [out, in] and a bias of a shape that is cut into whole tiles."""
         n, inner = x.shape
         return n > 0 and weight.shape[1] == inner and fit_weight(weight, bias) and are_bfloat16(x)
+
+
+def has_wide_products(kernels: Library) -> bool:
+    """Whether products of any number of rows are ours, with as many threads as there are now."""
+    return kernels.has_amx and torch.get_num_threads() <= _MOST_WIDE_THREADS
 
 
 def _fit_added(n: int, added: LowRankRows) -> bool:

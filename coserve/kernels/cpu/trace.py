@@ -5,6 +5,7 @@ What operators are given meanwhile is in `stand_ins.py`, how the calls are run i
 
 from array import array
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from struct import pack, unpack
 from typing import cast
@@ -35,6 +36,7 @@ from coserve.kernels.cpu.stand_ins import (
     TracedRows,
     step,
 )
+from coserve.kernels.cpu.tile_products import has_wide_products
 from coserve.kernels.cpu.traced_calls import CpuCalls, WrittenCalls
 from coserve.kernels.low_rank import PLACE_NUMBERS, AdapterBatch
 from coserve.kernels.plain import PlainBackend
@@ -44,6 +46,8 @@ _ATTENTION = {torch.bfloat16: "paged_attention_bfloat16", torch.float32: "paged_
 _KERNELS = (
     *(
         "product",
+        "product_onto",
+        "gated_product",
         "pair_product",
         "vector_product",
         "float32_product",
@@ -62,6 +66,16 @@ _KERNELS = (
 )
 # What kernels for training windows are told of them.
 _WINDOWS = (step("windows"), step("num_windows"))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Product:
+    """A product in tiles, x W^T + b -> y, that is written down once it is known what becomes of it."""
+
+    x: TracedRows
+    weight: Tensor
+    bias: Tensor | None
+    y: TracedRows
 
 
 class CpuTrace(Trace[PlainBackend]):
@@ -91,6 +105,7 @@ class CpuTrace(Trace[PlainBackend]):
         self.has_attention_tiles = kernels.has_tiles and dtype == torch.bfloat16
         self.head_width = 0
         self.most_rows = 1 << 30
+        self._product: _Product | None = None
 
     @property
     def backend(self) -> PlainBackend:
@@ -141,6 +156,7 @@ class CpuTrace(Trace[PlainBackend]):
     def end(self, output: Tensor) -> TracedCalls:
         """The trace is complete."""
         y = self.rows(output)
+        self._write_product()
         if not isinstance(y.source, MemorySlot) or y.first or y.step != y.width:
             raise UntraceableError
         return CpuCalls(
@@ -177,8 +193,60 @@ class CpuTrace(Trace[PlainBackend]):
         if a.width != b.width:
             raise UntraceableError
         y = self.new(a.width)
+        for rows, others in ((a, b), (b, a)) if a.source is not b.source else ():
+            if (made := self._taken(rows)) is not None:
+                self._tile_product("product_onto", made, others, others.step, y)
+                return y
         self.call("add", a, a.step, b, b.step, y, step("num_rows"), a.width, self.is_bfloat16)
         return y
+
+    def silu_mul(self, gate: object, up: object) -> TracedRows:
+        """SiLU of one, times the other."""
+        one, other = self.rows(gate), self.rows(up)
+        if one.width != other.width:
+            raise UntraceableError
+        y = self.new(one.width)
+        if (made := self._taken(one, other)) is not None and not one.width % 32:
+            self._tile_product("gated_product", made, y)
+            return y
+        sizes = (step("num_rows"), one.width, self.is_bfloat16, step("num_threads"))
+        self.call("silu_mul", one, one.step, other, other.step, y, *sizes)
+        return y
+
+    def tile_product(self, x: TracedRows, weight: Tensor, bias: Tensor | None) -> TracedRows:
+        """x W^T + b, by a kernel that may also do what comes next: so it waits for that."""
+        self._write_product()
+        self._product = _Product(x=x, weight=weight, bias=bias, y=self.new(weight.shape[0]))
+        return self._product.y
+
+    def _taken(self, *parts: TracedRows) -> _Product | None:
+        """The product that waits, if these are its columns, all of them in order: for a call that makes it together
+        with what comes next. From then on it cannot be read.
+        """
+        made = self._product
+        if made is None or self._numbers["gated_product"] < 0:
+            return None
+        first = 0
+        for rows in parts:
+            if rows.source is not made.y.source or rows.first != first:
+                return None
+            first += rows.width
+        if first != made.y.width:
+            return None
+        self._product = None
+        if isinstance(made.y.source, MemorySlot):
+            made.y.source.void()
+        return made
+
+    def _write_product(self) -> None:
+        if (made := self._product) is not None:
+            self._product = None
+            self._tile_product("product", made, made.y)
+
+    def _tile_product(self, kernel: str, made: _Product, *places: object) -> None:
+        (outer, inner), x = made.weight.shape, made.x
+        sizes = (step("num_rows"), inner, outer, step("num_threads"))
+        self.call(kernel, x, x.step, made.weight, made.bias, *places, *sizes)
 
     def rows(self, value: object) -> TracedRows:
         """A stand-in for rows of this trace."""
@@ -190,6 +258,7 @@ class CpuTrace(Trace[PlainBackend]):
         """Write down one call. Arguments are numbers, tensors (real ones and stand-ins), or None for no address."""
         if self._numbers[name] < 0:
             raise UntraceableError
+        self._write_product()
         self._calls += [self._numbers[name], len(arguments)]
         for argument in arguments:
             self._calls += self._argument(argument)
@@ -226,9 +295,16 @@ class _Tracer(PlainBackend):
         if not self._trace.is_bfloat16:
             return self._product("float32_product", x, (weight,), bias, step("few_rows"), most_rows=MOST_FLOAT32_ROWS)
         if self._trace.kernels.has_tiles and tile_products.fit_weight(weight, bias):
-            return self._product("product", x, (weight,), bias, most_rows=tile_products.MOST_ROWS)
+            return self._tile_product(x, weight, bias)
         name, most_rows = kernel_for_few_rows(self._trace.kernels)
         return self._product(name, x, (weight,), bias, most_rows=most_rows)
+
+    def _tile_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        trace, rows = self._trace, self._trace.rows(x)
+        self._check(rows, (weight,), bias)
+        if not has_wide_products(trace.kernels):
+            trace.most_rows = min(trace.most_rows, tile_products.MOST_ROWS)
+        return cast(Tensor, trace.tile_product(rows, weight, bias))
 
     def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._trace.kernels.has_amx and self._trace.is_bfloat16 and tile_products.fit_weight(values, bias):
@@ -240,15 +316,18 @@ class _Tracer(PlainBackend):
         self, kernel: str, x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None, *more: StepNumber, most_rows: int
     ) -> Tensor:
         trace, rows, (outer, inner) = self._trace, self._trace.rows(x), weight[0].shape
-        if rows.width != inner or not all(tensor.is_contiguous() for tensor in weight):
-            raise UntraceableError
-        if bias is not None and (bias.dtype != trace.dtype or not bias.is_contiguous()):
-            raise UntraceableError
+        self._check(rows, weight, bias)
         trace.most_rows = min(trace.most_rows, most_rows)
         y = trace.new(outer)
         sizes = (step("num_rows"), inner, outer, *more, step("num_threads"))
         trace.call(kernel, rows, rows.step, *weight, bias, y, *sizes)
         return cast(Tensor, y)
+
+    def _check(self, rows: TracedRows, weight: tuple[Tensor, ...], bias: Tensor | None) -> None:
+        if rows.width != weight[0].shape[1] or not all(tensor.is_contiguous() for tensor in weight):
+            raise UntraceableError
+        if bias is not None and (bias.dtype != self._trace.dtype or not bias.is_contiguous()):
+            raise UntraceableError
 
     def add_adapters(self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
         trace, rows = self._trace, self._trace.rows(x)
@@ -282,9 +361,10 @@ class _Tracer(PlainBackend):
             pieces = (step("table"), y, lse, step("pieces"), step("num_pieces"))
             within_pages = (*heads, block_tokens, page_step)
             trace.call("attend_in_pieces", rows, keys, values, *pieces, *within_pages, *seen, step("num_threads"))
-        kept = (trace.kept_as(keys), trace.kept_as(values))
-        more = (trace.has_attention_tiles, trace.is_bfloat16, step("num_threads"))
-        trace.call("attend_in_windows", rows, y, lse, *_WINDOWS, *kept, *heads, *seen, *more)
+        if trace.kept:
+            kept = (trace.kept_as(keys), trace.kept_as(values))
+            more = (trace.has_attention_tiles, trace.is_bfloat16, step("num_threads"))
+            trace.call("attend_in_windows", rows, y, lse, *_WINDOWS, *kept, *heads, *seen, *more)
         return cast(Tensor, y), cast(Tensor, lse)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -297,13 +377,7 @@ class _Tracer(PlainBackend):
         return cast(Tensor, y)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        trace, one, other = self._trace, self._trace.rows(gate), self._trace.rows(up)
-        if one.width != other.width:
-            raise UntraceableError
-        y = trace.new(one.width)
-        sizes = (step("num_rows"), one.width, trace.is_bfloat16, step("num_threads"))
-        trace.call("silu_mul", one, one.step, other, other.step, y, *sizes)
-        return cast(Tensor, y)
+        return cast(Tensor, self._trace.silu_mul(gate, up))
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         trace, rows, angles = self._trace, self._trace.rows(x), [self._trace.rows(each) for each in (cos, sin)]

@@ -128,7 +128,7 @@ struct InputGradient {
                 }
                 for (i64 column = 0; column < width; column++) {
                     float* own = sums + (block * width + column) * SUMS;
-                    const Fetch fetch(next + fetched(column, width) * grad_step, grad_step);
+                    const Fetch fetch = Fetch::of_rows(next, grad_step, column, width);
                     run(!is_first, depth, left, left_step, right + column * BLOCK * depth, own,
                         FetchAndPair(fetch, pairing, count));
                     if (is_last) write(own, block * BLOCK, rows, (group.start + column) * BLOCK);

@@ -24,6 +24,11 @@ struct Part {
     i64 start, end;
     Part(i64 count, i64 which, i64 parts) : start(count * which / parts), end(count * (which + 1) / parts) {}
     i64 size() const { return end - start; }
+    Part times(i64 factor) const {
+        Part part = *this;
+        part.start *= factor, part.end *= factor;
+        return part;
+    }
     Part from(i64 first) const {
         Part part = *this;
         part.start += first, part.end += first;
@@ -38,18 +43,36 @@ struct More {
 };
 
 // What a thread does while tiles are multiplied, a step for each 32 of the inner dimension: nothing waits for it. Here:
-// of four rows from `ahead` on, elements are fetched into the outer cache.
+// some lines are fetched into the outer cache, so far from one to the next, and so far from a step's to the next
+// step's.
 class Fetch {
   public:
-    Fetch(const bf16* ahead, i64 step) : ahead_(ahead), step_(step) {}
+    Fetch(const bf16* ahead, i64 count, i64 between, i64 onward)
+        : ahead_(ahead), count_(count), between_(between), onward_(onward) {}
+
+    // One line of each of some rows, along these. In the `turn`-th of some turns, in which all 32 rows of the next
+    // block are to be fetched.
+    static Fetch of_rows(const bf16* block, i64 step, i64 turn, i64 turns) {
+        const i64 rows = std::max<i64>(4, (BLOCK + turns - 1) / turns);
+        return {block + std::min(BLOCK - rows, BLOCK * turn / turns) * step, rows, step, DEPTH};
+    }
+
+    // The same of rows that lie without gaps, as they lie: the processor then fetches ahead by itself. done: steps
+    // before, of as many turns for each 32 of the inner dimension.
+    static Fetch in_order(const bf16* block, i64 done, i64 turns) {
+        const i64 lines = (BLOCK + turns - 1) / turns;
+        return {block + done * lines * DEPTH, lines, DEPTH, lines * DEPTH};
+    }
+
     void step() {
-        for (int i = 0; i < 4; i++) _mm_prefetch(reinterpret_cast<const char*>(ahead_ + i * step_), _MM_HINT_T1);
-        ahead_ += DEPTH;
+        for (i64 i = 0; i < count_; i++)
+            _mm_prefetch(reinterpret_cast<const char*>(ahead_ + i * between_), _MM_HINT_T1);
+        ahead_ += onward_;
     }
 
   private:
     const bf16* ahead_;
-    i64 step_;
+    i64 count_, between_, onward_;
 };
 
 // c = a b + more, or c += a b + more, blocks of 32 x 32: a [32, inner] with a step from row to row, b [inner / 2, 32,
@@ -104,9 +127,6 @@ inline void run(bool adds, i64 inner, const bf16* a, i64 a_step, const bf16* b, 
          : multiply_aside<false>(inner, a, a_step, b, c, aside, more);
     settle();
 }
-
-// The first of the four rows of the next block that are fetched in a turn.
-inline i64 fetched(i64 turn, i64 turns) { return std::min<i64>(BLOCK - 4, BLOCK * turn / turns); }
 
 // A line of a result.
 class Lines {
