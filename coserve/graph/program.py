@@ -5,6 +5,7 @@ anywhere.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -60,6 +61,23 @@ class Program:
     def packed_signs(self) -> Mapping[str, Node]:
         """Saved tensors that are made only to be saved (packed signs), by name: the forward pass makes them."""
         return {name: node for name in self.saved if (node := self.graph.producer.get(name)) and node.op == "sign_bits"}
+
+    @cached_property
+    def taken_along(self) -> frozenset[int]:
+        """Instructions whose gradient of x is of low rank, and the next one is a product of the same x, whose gradient
+        may take that along.
+        """
+        found = set[int]()
+        for index, (step, after) in enumerate(pairwise(self.backward)):
+            is_low_rank = step.kind == "reverse" and "x" in step.wanted and step.node.operator.has_low_rank_gradient
+            if (
+                is_low_rank
+                and after.kind == "reverse"
+                and after.wanted == ("x",)
+                and after.node.operator.takes_low_rank
+            ):
+                found |= {index} if step.node.input["x"] == after.node.input["x"] else set()
+        return frozenset(found)
 
     def saved_bytes_per_token(self, compute_dtype: torch.dtype) -> int:
         """Bytes of saved tensors per row."""

@@ -30,6 +30,13 @@ class LowRankRows(NamedTuple):
     first: int = 0
 
 
+class LowRankGradient(NamedTuple):
+    """What one adapter adds to the gradient of a product's rows: narrow A; narrow [n, rank], a [rank, in]."""
+
+    narrow: Tensor
+    a: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlaceDropout:
     """What a place drops of its rows: each feature with probability p. part: the number of its part of the model; salt:

@@ -21,7 +21,7 @@ from coserve.kernels.cpu.attention import run_backward, run_forward
 from coserve.kernels.cpu.low_rank import LowRankProducts
 from coserve.kernels.cpu.products import FEW_FLOAT32_ROWS, CpuProducts
 from coserve.kernels.cpu.tile_products import TileProducts
-from coserve.kernels.low_rank import AdapterRows, LowRankRows
+from coserve.kernels.low_rank import AdapterRows, LowRankGradient, LowRankRows
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.weights import Int8Weight
 
@@ -292,6 +292,51 @@ def test_a_gated_product_keeps_and_gives_what_its_parts_do(inner, outer, sites, 
         assert torch.equal(found, CPU.silu_mul(gate, up))
         assert torch.equal(kept[0], gate) and torch.equal(kept[1], up)
         assert (rooms[:, n:] == -1).all() and (rooms[:, :, outer // 2 :] == -1).all(), "and nothing else"
+
+
+@needs_amx
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize(("inner", "outer", "rank"), [(32, 64, 1), (1088, 96, 16), (896, 1152, 33), (4864, 896, 64)])
+def test_what_a_lora_adds_is_within_the_sums_of_an_input_gradient(inner, outer, rank, num_threads):
+    """Rounded once, and no row depends on others or on threads."""
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    weight, a = torch.randn(outer, inner).bfloat16(), torch.randn(rank, inner).bfloat16()
+    grads, narrows = torch.randn(1030, outer + 8).bfloat16(), torch.randn(1030, rank + 3).bfloat16()
+    whole = None
+    for n in (1030, 128, 200, 513):
+        grad, narrow = grads[:n, 8:], narrows[:n, 3:]
+        exact = grad.double() @ weight.double() + narrow.double() @ a.double()
+        found = CPU.input_gradient_and_low_rank(grad, weight, LowRankGradient(narrow, a), None)
+        torch.testing.assert_close(found, exact.bfloat16(), atol=1e-3, rtol=2**-7)
+        whole = found if whole is None else whole
+        assert torch.equal(found, whole[:n]), "whatever other rows are there"
+        onto = torch.randn(n, inner + 8).bfloat16()
+        before = onto.clone()
+        total = onto[:, 8:]
+        assert CPU.input_gradient_and_low_rank(grad, weight, LowRankGradient(narrow, a), total) is total
+        torch.testing.assert_close(total, (before[:, 8:].double() + exact).bfloat16(), atol=1e-3, rtol=2**-7)
+        assert torch.equal(onto[:, :8], before[:, :8])
+    torch.set_num_threads(1)
+    assert torch.equal(
+        whole, CPU.input_gradient_and_low_rank(grads[:, 8:], weight, LowRankGradient(narrows[:, 3:], a), None)
+    )
+
+
+@needs_kernels
+def test_input_gradients_that_take_no_adapter_along_say_so():
+    grad, weight = torch.ones(128, 64).bfloat16(), torch.ones(64, 32).bfloat16()
+    added = LowRankGradient(torch.ones(128, 8).bfloat16(), torch.ones(8, 32).bfloat16())
+    assert (CPU.input_gradient_and_low_rank(grad, weight, added, None) is not None) == KERNELS.has_amx
+    for other in (
+        added._replace(narrow=added.narrow[:127]),
+        added._replace(a=added.a.float()),
+        added._replace(a=torch.ones(32, 8).bfloat16().T),
+        LowRankGradient(torch.ones(128, 65).bfloat16(), torch.ones(65, 32).bfloat16()),
+    ):
+        assert CPU.input_gradient_and_low_rank(grad, weight, other, None) is None
+    few = added._replace(narrow=added.narrow[:127])
+    assert CPU.input_gradient_and_low_rank(grad[:127], weight, few, None) is None, "few rows"
 
 
 @needs_amx

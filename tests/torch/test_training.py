@@ -86,6 +86,28 @@ def test_gradients_equal_pefts_for_settings_that_cut_the_backward_pass_short(lor
     assert worst_error(training.gradients, peft_gradients(model, sequences)) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "opt"])
+@pytest.mark.parametrize("refused", [0, 2, 3])
+def test_gradients_of_factors_may_go_with_those_of_their_products(name, refused, monkeypatch):
+    """All of them, or not every second or third: to sums of others' gradients, and to none."""
+    model, adapter = peft_twin(name)
+    sequences, asked = random_sequences(LENGTHS), []
+
+    def make(grad, weight, added, onto):
+        asked.append(onto is None)
+        if refused and len(asked) % refused == 0:
+            return None
+        found = grad @ weight + added.narrow @ added.a
+        return found if onto is None else onto.add_(found)
+
+    monkeypatch.setattr(adapter.backbone.backend, "input_gradient_and_low_rank", make)
+    theirs = peft_gradients(model, sequences)
+    for rows in (1000, 5):
+        asked.clear()
+        assert worst_error(gradients(adapter, sequences, backward_rows=rows).gradients, theirs) < 1e-5
+        assert set(asked) == {True, False}
+
+
 def test_blocks_below_the_lowest_adapter_run_no_backward_and_keep_only_k_and_v():
     adapter = make_adapter(make_backbone("llama"), target_modules=["down_proj"], layers_to_transform=[1])
     programs = training_programs(adapter)

@@ -17,7 +17,7 @@ from coserve.kernels.cpu.attention import CpuAttention, CpuAttentionBatch, CpuPa
 from coserve.kernels.cpu.compiled import compiled_kernels, own_flags
 from coserve.kernels.cpu.products import CpuProducts
 from coserve.kernels.cpu.trace import CpuTrace
-from coserve.kernels.low_rank import AdapterBatch, LowRankRows
+from coserve.kernels.low_rank import AdapterBatch, LowRankGradient, LowRankRows
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.plain.attention import Part
 from coserve.kernels.trace import Trace, TracedCalls
@@ -63,15 +63,23 @@ class CpuBackend(PlainBackend):
     def product_and_low_rank(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
     ) -> Tensor | None:
-        return self._products.product_and_low_rank(x, weight, bias, added)
+        tiles = self._products.tiles
+        return None if tiles is None else tiles.product_and_low_rank(x, weight, bias, added)
 
     def gated_product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
     ) -> Tensor | None:
-        return self._products.gated_product(x, weight, bias, added, keep)
+        tiles = self._products.tiles
+        return None if tiles is None else tiles.gated_product(x, weight, bias, added, keep)
 
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
         return self._products.input_gradient(grad, weight, onto)
+
+    def input_gradient_and_low_rank(
+        self, grad: Tensor, weight: Tensor, added: LowRankGradient, onto: Tensor | None
+    ) -> Tensor | None:
+        tiles = self._products.tiles
+        return None if tiles is None else tiles.input_gradient(grad, weight, onto, added)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         return self._products.weight_gradient(grad, x)

@@ -63,7 +63,8 @@ void wide_product_and_low_rank(const bf16* x, i64 x_step, const bf16* weight, co
 
 // wide_gradients.cpp (AMX)
 void tile_input_gradient(const bf16* grad, i64 grad_step, const bf16* weight, bf16* x_grad, i64 x_grad_step,
-                         i64 is_added, i64 n, i64 inner, i64 outer, i64 num_threads);
+                         i64 is_added, const bf16* narrow, i64 narrow_step, const bf16* a, i64 rank, i64 n, i64 inner,
+                         i64 outer, i64 num_threads);
 
 // int8_tiles.cpp (AMX)
 void int8_product_by_tiles(const bf16* x, i64 x_step, const int8_t* weight, const float* scales, const bf16* bias,

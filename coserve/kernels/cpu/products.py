@@ -20,7 +20,7 @@ In every case the sums are float32, and a product is rounded once.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
@@ -32,7 +32,6 @@ from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.low_rank import LowRankProducts
 from coserve.kernels.cpu.processor import multiplies_bfloat16
 from coserve.kernels.cpu.tile_products import TileProducts, are_bfloat16, fit_weight
-from coserve.kernels.low_rank import LowRankRows
 from coserve.kernels.plain import products as plain
 
 # Elements of a weight that are converted at once: they stay in the outer caches until they have been used.
@@ -71,12 +70,14 @@ class CpuProducts:
 
     Args:
         may_lie_by_columns: products of many outputs may be left with their columns contiguous instead of their rows.
+
+    tiles: those in tiles, where there are any.
     """
 
     def __init__(self, kernels: Library, *, may_lie_by_columns: bool = False) -> None:
         self._kernels = kernels
         self._may_lie_by_columns = may_lie_by_columns
-        self._tiles = TileProducts(kernels) if kernels.has_tiles else None
+        self.tiles = TileProducts(kernels) if kernels.has_tiles else None
         self._low_rank = LowRankProducts(kernels)
         name, self._most_few_rows = kernel_for_few_rows(kernels)
         self._few_rows = getattr(kernels, name)
@@ -87,27 +88,15 @@ class CpuProducts:
             if _are_few_float32_rows(x, weight, bias):
                 return self._product_of_few_rows(self._kernels.float32_product, x, weight, bias, 0)
             return torch.nn.functional.linear(x, weight, bias)
-        if self._tiles is not None:
+        if self.tiles is not None:
             is_for_columns = x.shape[0] >= _MANY_LOSS_ROWS and weight.shape[0] >= _MANY_OUTPUTS and bias is None
             if self._may_lie_by_columns and is_for_columns:
                 return torch.mm(weight, x.T).T
-            if (y := self._tiles.product(x, weight, bias)) is not None:
+            if (y := self.tiles.product(x, weight, bias)) is not None:
                 return y
         if x.shape[0] <= self._most_few_rows and x.stride(1) == 1 and fit_vectors(weight, bias):
             return self._product_of_few_rows(self._few_rows, x, weight, bias)
         return wide_product(x, weight, bias) if is_widened(x) else torch.nn.functional.linear(x, weight, bias)
-
-    def product_and_low_rank(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
-    ) -> Tensor | None:
-        """See `Backend.product_and_low_rank`: of many rows, in tiles."""
-        return None if self._tiles is None else self._tiles.product_and_low_rank(x, weight, bias, added)
-
-    def gated_product(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
-    ) -> Tensor | None:
-        """See `Backend.gated_product`: of many rows, in tiles."""
-        return None if self._tiles is None else self._tiles.gated_product(x, weight, bias, added, keep)
 
     def _product_of_few_rows(
         self, multiply: Callable[..., None], x: Tensor, weight: Tensor, bias: Tensor | None, *more: int
@@ -123,7 +112,7 @@ class CpuProducts:
 
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
         """dx = dy W; grad [n, out], weight [out, in] -> [n, in]. Rounded once, unless it is added by `_added`."""
-        if self._tiles is not None and (found := self._tiles.input_gradient(grad, weight, onto)) is not None:
+        if self.tiles is not None and (found := self.tiles.input_gradient(grad, weight, onto)) is not None:
             return found
         if self._fit_pairs(grad, weight, onto):
             return self._pair_input_gradient(grad, weight, onto)
@@ -173,7 +162,7 @@ class CpuProducts:
     def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Backend.int8_product`."""
         has_native = has_native_bf16(x)
-        if self._tiles is not None and (y := self._tiles.int8_skinny_gemm(x, values, scales, bias)) is not None:
+        if self.tiles is not None and (y := self.tiles.int8_skinny_gemm(x, values, scales, bias)) is not None:
             return y
         name, most_rows = kernel_for_few_int8_rows(self._kernels, x.dtype)
         if 0 < x.shape[0] <= most_rows and _is_for_int8(x, bias):

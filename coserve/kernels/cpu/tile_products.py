@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.cpu.compiled import Library
-from coserve.kernels.low_rank import LowRankRows
+from coserve.kernels.low_rank import LowRankGradient, LowRankRows
 
 # Up to how many rows our product is the faster one where it is not for many; `benchmarks/products.py` measures it.
 MOST_ROWS = 192
@@ -93,8 +93,12 @@ class TileProducts:
             table += (narrow.data_ptr(), narrow.stride(0), b.data_ptr(), b.shape[1], first, end)
         return (c_int64 * len(table))(*table)
 
-    def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor | None:
-        """dy W of many rows, by AMX; added to `onto`, rounded once. in and out are multiples of 32."""
+    def input_gradient(
+        self, grad: Tensor, weight: Tensor, onto: Tensor | None = None, added: LowRankGradient | None = None
+    ) -> Tensor | None:
+        """dy W of many rows and what is added to it, by AMX; added to `onto`, rounded once. in and out are multiples of
+        32.
+        """
         (n, outer), inner = grad.shape, weight.shape[1]
         if n < _FEWEST_GRADIENT_ROWS or not outer or not has_wide_products(self._kernels):
             return None
@@ -102,10 +106,16 @@ class TileProducts:
             return None
         if onto is not None and (onto.shape != (n, inner) or not are_bfloat16(onto)):
             return None
+        if added is not None and not _fit_added_gradient(n, inner, added):
+            return None
         x_grad = torch.empty(n, inner, dtype=grad.dtype) if onto is None else onto
+        low_rank = (0, 0, 0, 0)
+        if added is not None:
+            narrow, a = added
+            low_rank = (narrow.data_ptr(), narrow.stride(0), a.data_ptr(), a.shape[0])
         self._kernels.tile_input_gradient(
             *(grad.data_ptr(), grad.stride(0), weight.data_ptr(), x_grad.data_ptr(), x_grad.stride(0)),
-            *(onto is not None, n, inner, outer, torch.get_num_threads()),
+            *(onto is not None, *low_rank, n, inner, outer, torch.get_num_threads()),
         )
         return x_grad
 
@@ -138,6 +148,14 @@ def _fit_added(n: int, added: LowRankRows) -> bool:
     if columns % 32 or added.first % 32 or not 0 < rank <= _MOST_RANK or narrow.shape != (n, rank):
         return False
     return added.b.is_contiguous() and are_bfloat16(added.b, narrow)
+
+
+def _fit_added_gradient(n: int, inner: int, added: LowRankGradient) -> bool:
+    narrow, a = added
+    rank = a.shape[0]
+    if not 0 < rank <= _MOST_RANK or narrow.shape != (n, rank) or a.shape[1] != inner:
+        return False
+    return a.is_contiguous() and are_bfloat16(a, narrow)
 
 
 def fit_weight(weight: Tensor, bias: Tensor | None) -> bool:

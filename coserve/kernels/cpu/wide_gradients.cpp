@@ -74,8 +74,42 @@ class FetchAndPair {
 // elements, drive each other out of it: of its 64, four where they lie a multiple of 1 KB apart.
 inline bool crowd(i64 step) { return step % 512 == 0; }
 
-// dx = dy W, or dx += dy W, for some blocks of 32 columns of the weight, panel by panel: while one is multiplied, the
-// next becomes pairs. dy is the left factor as it lies.
+// What is added to a product: narrow A, narrow [n, rank] with a step from row to row, A [rank, columns of the weight].
+struct LowRank {
+    const bf16* narrow;
+    i64 narrow_step;
+    const bf16* a;
+    i64 rank;
+
+    i64 depth() const { return round_up(rank, DEPTH); }
+
+    // Some rows of narrow as a left factor [rows, depth].
+    void left(i64 first, i64 rows, i64 padded, bf16* out) const {
+        for (i64 i = 0; i < padded; i++)
+            for (i64 k = 0; k < depth(); k += DEPTH) {
+                const i64 some = std::min<i64>(DEPTH, rank - k);
+                const __mmask32 mask = i < rows ? some < DEPTH ? (1u << some) - 1 : ~0u : 0;
+                _mm512_storeu_si512(out + i * depth() + k,
+                                    _mm512_maskz_loadu_epi16(mask, narrow + (first + i) * narrow_step + k));
+            }
+    }
+
+    // Some blocks of columns of A as right factors [depth / 2, 32, 2].
+    void right(i64 step, Part columns, bf16* out) const {
+        for (i64 column = columns.start; column < columns.end; column++)
+            for (i64 k = 0; k < depth(); k += 2, out += 2 * BLOCK)
+                for (i64 i = 0; i < BLOCK; i += 16) {
+                    const bf16* place = a + k * step + column * BLOCK + i;
+                    const __m256i one = _mm256_maskz_loadu_epi16(k < rank ? 0xffff : 0, place);
+                    const __m256i other = _mm256_maskz_loadu_epi16(k + 1 < rank ? 0xffff : 0, place + step);
+                    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(one), other, 1);
+                    _mm512_storeu_si512(out + 2 * i, interleaved(both));
+                }
+    }
+};
+
+// dx = dy W and what is added to it, or dx += these, for some blocks of 32 columns of the weight, panel by panel: while
+// one is multiplied, the next becomes pairs. dy is the left factor as it lies.
 struct InputGradient {
     const bf16* grad;
     i64 grad_step;
@@ -85,6 +119,8 @@ struct InputGradient {
     bool is_added;
     i64 n, inner, outer;
     Lines lines;
+    LowRank low_rank;
+    i64 first_row;  // of what is added
 
     void run_for(Part columns) const {
         const i64 blocks = (n + BLOCK - 1) / BLOCK, turns = (outer + INNER - 1) / INNER;
@@ -93,10 +129,16 @@ struct InputGradient {
         const i64 widest = (columns.size() + groups - 1) / groups,
                   deepest = (outer / DEPTH + turns - 1) / turns * DEPTH;
         const i64 panel_size = widest * BLOCK * deepest;
+        const i64 more = low_rank.depth();
         float* sums = reinterpret_cast<float*>(
-            scratch.take(blocks * widest * SUMS * sizeof(float) + (2 * panel_size + BLOCK * deepest) * sizeof(bf16)));
+            scratch.take(blocks * widest * SUMS * sizeof(float) +
+                         (2 * panel_size + BLOCK * deepest + (blocks + columns.size()) * BLOCK * more) * sizeof(bf16)));
         bf16* rights = reinterpret_cast<bf16*>(sums + blocks * widest * SUMS);
         bf16* copied = rights + 2 * panel_size;
+        bf16* const left_of_more = copied + BLOCK * deepest;
+        bf16* const right_of_more = left_of_more + blocks * BLOCK * more;
+        low_rank.left(first_row, n, blocks * BLOCK, left_of_more);
+        low_rank.right(inner, columns, right_of_more);
         auto group_of = [&](i64 panel) { return Part(columns.size(), panel / turns, groups).from(columns.start); };
         auto deep_of = [&](i64 panel) { return Part(outer / DEPTH, panel % turns, turns); };
         auto pairing_of = [&](i64 panel) {
@@ -129,8 +171,11 @@ struct InputGradient {
                 for (i64 column = 0; column < width; column++) {
                     float* own = sums + (block * width + column) * SUMS;
                     const Fetch fetch = Fetch::of_rows(next, grad_step, column, width);
+                    const i64 place = group.start - columns.start + column;
                     run(!is_first, depth, left, left_step, right + column * BLOCK * depth, own,
-                        FetchAndPair(fetch, pairing, count));
+                        FetchAndPair(fetch, pairing, count),
+                        {left_of_more + block * BLOCK * more, right_of_more + place * BLOCK * more,
+                         is_last ? more : 0});
                     if (is_last) write(own, block * BLOCK, rows, (group.start + column) * BLOCK);
                 }
             }
@@ -150,12 +195,15 @@ struct InputGradient {
 
 }  // namespace
 
-// dx = dy W: grad [n, outer] and x_grad [n, inner] with steps from row to row, weight [outer, inner]; added to what
-// x_grad has, if is_added. inner and outer are multiples of 32. A row's sums are the same whatever other rows are
-// there.
+// dx = dy W, and narrow A (null: nothing): grad [n, outer], x_grad [n, inner] and narrow [n, rank] with steps from row
+// to row, weight [outer, inner], A [rank, inner]; added to what x_grad has, if is_added. inner and outer are multiples
+// of
+// 32. A row's sums are the same whatever other rows are there.
 extern "C" void tile_input_gradient(const bf16* grad, i64 grad_step, const bf16* weight, bf16* x_grad, i64 x_grad_step,
-                                    i64 is_added, i64 n, i64 inner, i64 outer, i64 num_threads) {
+                                    i64 is_added, const bf16* narrow, i64 narrow_step, const bf16* a, i64 rank, i64 n,
+                                    i64 inner, i64 outer, i64 num_threads) {
     const Lines lines(x_grad, x_grad_step, n * inner * 2);
+    const LowRank low_rank{narrow, narrow_step, a, narrow ? rank : 0};
 #pragma omp parallel num_threads(num_threads)
     {
         const i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
@@ -174,7 +222,9 @@ extern "C" void tile_input_gradient(const bf16* grad, i64 grad_step, const bf16*
                                          end - first,
                                          inner,
                                          outer,
-                                         lines};
+                                         lines,
+                                         low_rank,
+                                         first};
             gradient.run_for(columns);
         }
         _mm_sfence();
