@@ -79,24 +79,7 @@ const Kernel KERNELS[] = {
     {"attend_in_windows", Call<attend_in_windows>::run},
 };
 
-template <typename T>
-void add_of(const T* a, i64 a_step, const T* b, i64 b_step, T* y, i64 num_rows, i64 width) {
-    for (i64 i = 0; i < num_rows; i++, a += a_step, b += b_step, y += width)
-        for (i64 j = 0; j < width; j++) narrow(widen(a[j]) + widen(b[j]), y[j]);
-}
-
 }  // namespace
-
-// y = a + b; a, b, y [n, width]. Few rows: one thread.
-extern "C" void add(const void* a, i64 a_step, const void* b, i64 b_step, void* y, i64 num_rows, i64 width,
-                    i64 is_bfloat16) {
-    if (is_bfloat16)
-        add_of(static_cast<const bf16*>(a), a_step, static_cast<const bf16*>(b), b_step, static_cast<bf16*>(y),
-               num_rows, width);
-    else
-        add_of(static_cast<const float*>(a), a_step, static_cast<const float*>(b), b_step, static_cast<float*>(y),
-               num_rows, width);
-}
 
 // Each row to its entry of a page: x [n, row_bytes], pages and offsets [n]; all steps in bytes.
 extern "C" void store_rows(const void* x, i64 x_step, void* store, i64 page_step, const i64* pages, const i64* offsets,

@@ -114,7 +114,8 @@ void add_adapters(const void* x, i64 x_step, i64 inner, const i64* rows, const i
                   i64 num_threads);
 
 // windows.cpp
-void keep_rows(const void* x, i64 x_step, i64 row_bytes, const i64* windows, i64 num_windows, i64 slot);
+void keep_rows(const void* x, i64 x_step, i64 row_bytes, const i64* windows, i64 num_windows, i64 slot,
+               i64 num_threads);
 void attend_in_windows(const void* q, void* out, float* lse, const i64* windows, i64 num_windows, i64 keys, i64 values,
                        i64 num_heads, i64 num_key_heads, i64 width, i64 window, double scale, i64 has_tiles,
                        i64 is_bfloat16, i64 num_threads);
@@ -129,6 +130,8 @@ void silu_mul(const void* gate, i64 gate_step, const void* up, i64 up_step, void
 void silu_mul_gradient(const void* grad, i64 grad_step, const void* gate, i64 gate_step, const void* up, i64 up_step,
                        void* gate_grad, void* up_grad, void* y, i64 num_rows, i64 width, i64 is_bfloat16,
                        i64 num_threads);
+void add(const void* a, i64 a_step, const void* b, i64 b_step, void* y, i64 num_rows, i64 width, i64 is_bfloat16,
+         i64 num_threads);
 void rope(const void* x, i64 x_step, const void* cos, i64 cos_step, const void* sin, i64 sin_step, void* y,
           i64 num_rows, i64 width, i64 head_width, i64 reverse, i64 is_bfloat16, i64 num_threads);
 void cross_entropy(const void* logits, i64 step, const i64* targets, float* loss, bool* correct, float* log_sum,
@@ -143,7 +146,6 @@ void draw(const float* scores, i64 step, const double* uniform, const i64* top_k
           i64 n, i64 vocabulary, i64 num_threads);
 
 // calls.cpp
-void add(const void* a, i64 a_step, const void* b, i64 b_step, void* y, i64 num_rows, i64 width, i64 is_bfloat16);
 void store_rows(const void* x, i64 x_step, void* store, i64 page_step, const i64* pages, const i64* offsets,
                 i64 num_rows, i64 row_bytes);
 void kernel_numbers(const char* names, i64* numbers);

@@ -220,6 +220,16 @@ extern "C" void silu_mul_gradient(const void* grad, i64 grad_step, const void* g
               }));
 }
 
+// a, b [n, width] -> y [n, width].
+extern "C" void add(const void* a, i64 a_step, const void* b, i64 b_step, void* y, i64 num_rows, i64 width,
+                    i64 is_bfloat16, i64 num_threads) {
+    FOR_DTYPE(is_bfloat16, for_rows(num_rows, width, num_threads, [=](i64 row) {
+                  const T *one = in<T>(a) + row * a_step, *other = in<T>(b) + row * b_step;
+                  T* sum = out<T>(y) + row * width;
+                  for_places<T>(width, [=](auto i) { put(at(one, i) + at(other, i), sum, i); });
+              }));
+}
+
 // x [n, width], cos and sin [n, head width] -> y [n, width]; reverse: gradient of y -> gradient of x.
 extern "C" void rope(const void* x, i64 x_step, const void* cos, i64 cos_step, const void* sin, i64 sin_step, void* y,
                      i64 num_rows, i64 width, i64 head_width, i64 reverse, i64 is_bfloat16, i64 num_threads) {

@@ -136,7 +136,7 @@ class CpuTrace(Trace[PlainBackend]):
         if not isinstance(x, MemorySlot | TracedRows):
             raise UntraceableError
         step_bytes = x.row_bytes if isinstance(x, MemorySlot) else x.step * self.dtype.itemsize
-        self.call("keep_rows", x, step_bytes, x.row_bytes, *_WINDOWS, len(self.kept))
+        self.call("keep_rows", x, step_bytes, x.row_bytes, *_WINDOWS, len(self.kept), step("num_threads"))
         self.kept[name] = x.row_bytes
 
     def store(self, name: Hashable, rows: Tensor, store: Tensor) -> None:
@@ -197,7 +197,7 @@ class CpuTrace(Trace[PlainBackend]):
             if (made := self._taken(rows)) is not None:
                 self._tile_product("product_onto", made, others, others.step, y)
                 return y
-        self.call("add", a, a.step, b, b.step, y, step("num_rows"), a.width, self.is_bfloat16)
+        self.call("add", a, a.step, b, b.step, y, step("num_rows"), a.width, self.is_bfloat16, step("num_threads"))
         return y
 
     def silu_mul(self, gate: object, up: object) -> TracedRows:

@@ -4,11 +4,17 @@
 #include <vector>
 
 #include "kernels.h"
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 namespace {
 
 // From how many rows of a sequence on arranging its keys in tiles pays; as in `traced_calls.py`.
 const i64 MIN_ROWS_BY_TILES = 10;
+
+// From how many bytes on threads share a copy.
+const i64 MANY_BYTES = 1 << 16;
 
 // As `traced_calls.py` writes it down.
 struct Window {
@@ -68,20 +74,43 @@ void attend(Kernel one_by_one, const T* q, T* out, float* lse, const Window* win
     }
 }
 
+// A row; of many, which are read again only once the pack goes backward, round the caches.
+inline void keep(const char* from, char* to, i64 num_bytes, bool is_of_many) {
+#ifdef __AVX512F__
+    if (is_of_many && !((reinterpret_cast<uintptr_t>(to) | num_bytes) & 63)) {
+        for (i64 i = 0; i < num_bytes; i += 64)
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
+        return;
+    }
+#endif
+    std::memcpy(to, from, num_bytes);
+}
+
+// All that this thread kept can be read by others afterwards.
+inline void end_keeping() {
+#ifdef __AVX512F__
+    _mm_sfence();
+#endif
+}
+
 }  // namespace
 
 // Windows' rows of a tensor to where they are kept. x [n, row_bytes]; all steps in bytes. slot: the tensor's place
 // among those that may be kept.
-extern "C" void keep_rows(const void* x, i64 x_step, i64 row_bytes, const i64* windows, i64 num_windows, i64 slot) {
+extern "C" void keep_rows(const void* x, i64 x_step, i64 row_bytes, const i64* windows, i64 num_windows, i64 slot,
+                          i64 num_threads) {
     const Window* all = reinterpret_cast<const Window*>(windows);
     for (const Window* w = all; w < all + num_windows; w++) {
-        if (!w->kept[slot]) continue;
+        char* to = w->kept[slot];
+        if (!to) continue;
         const char* from = static_cast<const char*>(x) + w->first_row * x_step;
-        if (x_step == row_bytes)
-            std::memcpy(w->kept[slot], from, w->num_rows * row_bytes);
-        else
-            for (i64 i = 0; i < w->num_rows; i++)
-                std::memcpy(w->kept[slot] + i * row_bytes, from + i * x_step, row_bytes);
+        const bool many = w->num_rows * row_bytes >= MANY_BYTES;
+#pragma omp parallel num_threads(int(num_threads)) if (many && num_threads > 1)
+        {
+#pragma omp for schedule(static)
+            for (i64 i = 0; i < w->num_rows; i++) keep(from + i * x_step, to + i * row_bytes, row_bytes, many);
+            end_keeping();
+        }
     }
 }
 
