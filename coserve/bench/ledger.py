@@ -25,6 +25,7 @@ PARTS = ("products", "attention", "adapters", "head and loss", "sampling", "elem
 
 # What a backend's method is for, by a piece of its name; the first that fits.
 _PARTS_BY_NAME = {
+    "and_low_rank": "products",  # which take along what adapters add
     "low_rank": "adapters",
     "adapter": "adapters",
     "drop": "adapters",

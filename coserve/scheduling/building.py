@@ -13,15 +13,7 @@ from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.memory import MemoryPlan
 from coserve.scheduling.order import by_due
 from coserve.scheduling.pieces import CLEARLY, MOST_ROW_COST, largest_that_fits, least_urgent, rows_of_tile
-from coserve.scheduling.plan import (
-    JobView,
-    Plan,
-    PlannedLoss,
-    PlannedRows,
-    PlannedTasklets,
-    RequestView,
-    View,
-)
+from coserve.scheduling.plan import JobView, Plan, PlannedLoss, PlannedRows, PlannedTasklets, RequestView, View
 from coserve.scheduling.step_time import StepTime
 
 # The smallest window of a job, or piece of its loss, unless it is all that is left, or a forward pass may not have as
@@ -127,11 +119,13 @@ class PlanBuilder:
         paces = sum([1 / request.tpot_s for request in requests])
         self._decode_share = (self._time.overhead_s + self._time.forward_s) * paces / len(requests)
 
-    def prefill(self, requests: Sequence[RequestView], budget_s: float, *, urgent: bool = True) -> bool:
+    def prefill(
+        self, requests: Sequence[RequestView], budget_s: float, *, urgent: bool = True, stretch: float = 1.0
+    ) -> bool:
         """Their tokens, in this order, as far as the time goes. Returns whether all of them are in.
 
         budget_s: from the step's start to the end of the forward pass. urgent: the first one gets its smallest piece in
-        any case.
+        any case. stretch: a prompt may take as many times the budget if it ends with this step.
         """
         self._count_overhead()
         budget_s -= self._time.overhead_s
@@ -145,7 +139,8 @@ class PlanBuilder:
             least = least_urgent(seconds, longest, others) if must else min(longest, rows_of_tile(others))
             if not must and seconds(least) > budget_s:
                 return False
-            rows = largest_that_fits(least, longest, seconds, budget_s)
+            ends = request.num_rows == longest and seconds(longest) <= stretch * budget_s
+            rows = longest if ends else largest_that_fits(least, longest, seconds, budget_s)
             self._load.add_request(request, rows)
             self._rows.append(PlannedRows(request.id, "prefill", request.num_past, rows))
             before_s, self._time.forward_s = self._time.forward_s, self._latency.forward_s(self._load)

@@ -698,6 +698,21 @@ def test_a_prompt_alone_is_run_in_pieces_that_an_arrival_may_wait_for():
     assert rows_of(plan("slack", view(urgent, max_rows=4000), latency), "prefill") == {"p": 3000}
 
 
+def test_a_prompt_that_ends_with_a_step_alone_may_take_a_little_longer_than_an_arrival_waits():
+    """Its last rows would take a step of their own; not a piece that ends nothing."""
+    latency = make_latency()
+
+    def taken(*items: RequestView) -> dict[str, int]:
+        return rows_of(plan("slack", view(*items, ttft_s=2.0), latency), "prefill")
+
+    piece = taken(prompt(rows=3000, ttft_s=30.0))["p"]
+    little = piece + piece // 8
+    assert taken(prompt(rows=little, ttft_s=30.0)) == {"p": little}
+    assert taken(prompt(rows=2 * piece, ttft_s=30.0)) == {"p": piece}
+    both = taken(prompt(rows=little, ttft_s=30.0), prompt("q", rows=little, ttft_s=40.0))
+    assert both == {"p": little}, "the next one waits"
+
+
 def test_long_prompts_take_more_than_their_rows():
     latency = make_latency()
     first_s, second_s = latency.prompt_s(4000), latency.prompt_s(4000, 4000)

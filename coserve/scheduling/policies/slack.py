@@ -39,6 +39,7 @@ from coserve.scheduling.deadlines import AIMED, Deadlines, decode_deadlines, due
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.memory import MemoryPlan, rows_to_go
 from coserve.scheduling.order import by_priority
+from coserve.scheduling.pieces import WHOLE_STRETCH
 from coserve.scheduling.plan import JobView, NeedView, Plan, RequestView, View
 from coserve.scheduling.policies.base import Policy, setting
 
@@ -221,7 +222,7 @@ class Slack(Policy):
         if not decoding:
             # A request that arrives now waits for this step to end.
             budget_s = inf if share > MOST_ARRIVAL_SHARE else self.arrival_wait_s(view, tpot_s)
-            all_in = build.prefill([*piece, *ordered], budget_s, urgent=True)
+            all_in = build.prefill([*piece, *ordered], budget_s, urgent=True, stretch=WHOLE_STRETCH)
         else:
             build.prefill(piece, 0.0, urgent=True)
             budget_s = deadlines.prompts_s - view.now_s
@@ -293,8 +294,7 @@ class Slack(Policy):
         if _queues(memory, view, latency):
             return 0.0, inf
         requests_s = build.step_s
-        wait_s = self.arrival_wait_s(view, tpot_s)
-        most_s = min(wait_s - requests_s, wait_share(view.need.ttft) * view.ttft_s)
+        most_s = min(self.arrival_wait_s(view, tpot_s) - requests_s, wait_share(view.need.ttft) * view.ttft_s)
         # A step at the pace of the SLOs takes nothing of what was banked.
         own_s = max(deadlines.extra_s, pace_share(view.need) * (AIMED * tpot_s - requests_s))
         extra_s = min(deadlines.jobs_s - view.now_s - requests_s, own_s, most_s)
