@@ -1,7 +1,7 @@
 """Tracing: operators run once on stand-ins for rows, and a backend writes down what it is asked for. What was written
 down then runs as one call on the rows of any step, without Python between one kernel and the next.
 
-For steps of few rows: there Python takes as long as a tenth of the work, up to a fifth. Each is the next of a request,
+In steps of few rows Python takes as long as a tenth of the work, up to a fifth. Each row is the next of a request,
 or of a piece of a prompt, whose rows attend one by one or in tiles; or it belongs to a training window, whose rows come
 after those. A step whose rows are not so, and a model of which some operator cannot be written down, run as always.
 """

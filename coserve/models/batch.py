@@ -293,12 +293,10 @@ class _Savers:
         return place if isinstance(place, Tensor) and place.shape[0] == self._num_rows else None
 
     def save(self, name: str, value: Tensor, group: BypassGroup | None = None) -> None:
-        """Copy a tensor's rows to all who keep them, unless they are where they are kept; the rows of `value` are those
-        of a group, or of the batch.
-        """
+        """Copy a tensor's rows to all who keep them; the rows of `value` are those of a group, or of the batch."""
         for saved in self._savers.get(name, ()):
-            if (rows := _rows_in(saved, group)) is not None and value is not saved.keep.rows[name]:
-                saved.keep.rows[name].copy_(value[rows])
+            if (rows := _rows_in(saved, group)) is not None:
+                saved.keep.rows[name].copy_(value[rows])  # nothing to do where they are (`room`): PyTorch sees that
         for saved, sign, node in self._signs.get(name, ()):
             if (rows := _rows_in(saved, group)) is not None:
                 packed = run_node(node, {name: value[rows]}, {}, self._context)

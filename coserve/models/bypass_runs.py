@@ -27,7 +27,7 @@ class Saver(Protocol):
         ...
 
     def save(self, name: str, value: Tensor, group: BypassGroup | None = None) -> None:
-        """Copy the rows of a group, or of the batch, to all who keep them, unless they are where they are kept."""
+        """Copy the rows of a group, or of the batch, to all who keep them."""
         ...
 
     def room(self, name: str) -> Tensor | None:
@@ -39,7 +39,7 @@ class BypassRuns:
     """See above. within: the nodes whose product takes along what a bypass adds.
 
     Two products of which the next node makes a gated unit, and whose results are kept, may make it, too: the results
-    are then written to where they are kept, and read no more.
+    are then written to where they are kept.
     """
 
     def __init__(

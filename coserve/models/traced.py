@@ -1,7 +1,7 @@
-"""All blocks as one call, for steps of few rows (`coserve.kernels.trace`).
+"""All blocks as one call, where a backend can do that (`coserve.kernels.trace`).
 
-A trace belongs to a page pool, whose addresses it holds, and to the places at which some adapter of the step sits. It
-is made at the first step that can use it.
+A trace belongs to a page pool, whose addresses it holds, to the places at which some adapter of the step sits, and to
+steps with training windows or without. It is made at the first step that can use it.
 """
 
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence

@@ -230,6 +230,34 @@ def test_what_is_never_computed_cannot_be_read():
     read_after(lambda trace, onto, y: trace.backend.silu_mul(*y.split_with_sizes([32, 32], -1)))
 
 
+@needs_amx
+@pytest.mark.parametrize("width", [32, 48])
+def test_halves_of_a_product_can_be_written_down_whole_tiles_or_not(width):
+    weight = torch.randn(2 * width, 32).bfloat16()
+
+    def run(trace: Any) -> Any:
+        halves = trace.backend.product(trace.input("x", 32), weight).split_with_sizes([width, width], -1)
+        return trace.backend.silu_mul(*halves)
+
+    assert CpuBackend(torch.device("cpu")).trace(torch.bfloat16, run) is not None
+
+
+@needs_amx
+def test_a_trace_is_for_as_many_rows_as_its_products_take_with_the_threads_that_there_are():
+    """Not with those that there were when it was made."""
+    weight, threads = torch.randn(64, 32).bfloat16(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        calls = CpuBackend(torch.device("cpu")).trace(
+            torch.bfloat16, lambda trace: trace.backend.product(trace.input("x", 32), weight)
+        )
+        assert calls.most_rows > 1 << 20
+        torch.set_num_threads(5)
+        assert calls.most_rows == 192
+    finally:
+        torch.set_num_threads(threads)
+
+
 @needs_tiles
 def test_from_some_rows_on_a_piece_attends_in_tiles(monkeypatch):
     backbone = backbone_of("qwen3", "bfloat16", "dense", head_dim=32)

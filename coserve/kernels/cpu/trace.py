@@ -36,7 +36,6 @@ from coserve.kernels.cpu.stand_ins import (
     TracedRows,
     step,
 )
-from coserve.kernels.cpu.tile_products import has_wide_products
 from coserve.kernels.cpu.traced_calls import CpuCalls, WrittenCalls
 from coserve.kernels.low_rank import PLACE_NUMBERS, AdapterBatch
 from coserve.kernels.plain import PlainBackend
@@ -105,6 +104,7 @@ class CpuTrace(Trace[PlainBackend]):
         self.has_attention_tiles = kernels.has_tiles and dtype == torch.bfloat16
         self.head_width = 0
         self.most_rows = 1 << 30
+        self.has_tile_products = False
         self._product: _Product | None = None
 
     @property
@@ -171,6 +171,7 @@ class CpuTrace(Trace[PlainBackend]):
                 output=y.source,
                 width=y.width,
                 most_rows=self.most_rows,
+                has_tile_products=self.has_tile_products,
                 has_adapters=self.has_adapters,
                 has_attention_tiles=self.has_attention_tiles,
                 head_width=self.head_width,
@@ -206,7 +207,7 @@ class CpuTrace(Trace[PlainBackend]):
         if one.width != other.width:
             raise UntraceableError
         y = self.new(one.width)
-        if (made := self._taken(one, other)) is not None and not one.width % 32:
+        if not one.width % 32 and (made := self._taken(one, other)) is not None:
             self._tile_product("gated_product", made, y)
             return y
         sizes = (step("num_rows"), one.width, self.is_bfloat16, step("num_threads"))
@@ -302,8 +303,7 @@ class _Tracer(PlainBackend):
     def _tile_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         trace, rows = self._trace, self._trace.rows(x)
         self._check(rows, (weight,), bias)
-        if not has_wide_products(trace.kernels):
-            trace.most_rows = min(trace.most_rows, tile_products.MOST_ROWS)
+        trace.has_tile_products = True
         return cast(Tensor, trace.tile_product(rows, weight, bias))
 
     def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:

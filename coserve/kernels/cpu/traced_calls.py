@@ -13,6 +13,7 @@ from coserve.kernels.cpu.attention import CpuAttentionBatch, has_room_for_tiles
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.products import FEW_FLOAT32_ROWS
 from coserve.kernels.cpu.stand_ins import ALIGNMENT, MemorySlot
+from coserve.kernels.cpu.tile_products import MOST_ROWS, has_wide_products
 from coserve.kernels.trace import (
     ANY_PROMPT_PAIRS,
     MOST_PROMPT_PAIRS,
@@ -35,7 +36,8 @@ class WrittenCalls:
 
     numbers: of all calls. names: of the kernels, call by call. read: tensors that must stay. inputs: by name, in their
     order. row_bytes: of the memory that a step needs for each row. output: where its rows lie there, `width` elements
-    each. most_rows: that all kernels are for. has_adapters: whether any are added. has_attention_tiles: whether rows of
+    each. most_rows: that all kernels are for; has_tile_products: whether those of tiles are among them, which are for
+    fewer rows with many threads. has_adapters: whether any are added. has_attention_tiles: whether rows of
     windows and of prompts attend by tiles, of heads this wide. kept: see `TracedCalls`.
     """
 
@@ -49,6 +51,7 @@ class WrittenCalls:
     output: MemorySlot
     width: int
     most_rows: int
+    has_tile_products: bool
     has_adapters: bool
     has_attention_tiles: bool
     head_width: int
@@ -63,7 +66,9 @@ class CpuCalls(TracedCalls):
 
     @property
     def most_rows(self) -> int:
-        return self._written.most_rows
+        written = self._written
+        bounded = written.has_tile_products and not has_wide_products(written.kernels)
+        return min(written.most_rows, MOST_ROWS) if bounded else written.most_rows
 
     @property
     def kept(self) -> Mapping[Hashable, int]:

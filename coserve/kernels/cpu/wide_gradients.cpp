@@ -197,8 +197,7 @@ struct InputGradient {
 
 // dx = dy W, and narrow A (null: nothing): grad [n, outer], x_grad [n, inner] and narrow [n, rank] with steps from row
 // to row, weight [outer, inner], A [rank, inner]; added to what x_grad has, if is_added. inner and outer are multiples
-// of
-// 32. A row's sums are the same whatever other rows are there.
+// of 32. A row's sums are the same whatever other rows are there.
 extern "C" void tile_input_gradient(const bf16* grad, i64 grad_step, const bf16* weight, bf16* x_grad, i64 x_grad_step,
                                     i64 is_added, const bf16* narrow, i64 narrow_step, const bf16* a, i64 rank, i64 n,
                                     i64 inner, i64 outer, i64 num_threads) {

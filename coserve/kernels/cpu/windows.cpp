@@ -74,7 +74,8 @@ void attend(Kernel one_by_one, const T* q, T* out, float* lse, const Window* win
     }
 }
 
-// A row; of many, which are read again only once the pack goes backward, round the caches.
+// A row; of many bytes, which are hardly read again before the pack goes backward, round the caches. (Keys and values
+// are read at once, but are few.)
 inline void keep(const char* from, char* to, i64 num_bytes, bool is_of_many) {
 #ifdef __AVX512F__
     if (is_of_many && !((reinterpret_cast<uintptr_t>(to) | num_bytes) & 63)) {

@@ -181,8 +181,8 @@ class Slack(Policy):
         return jobs
 
     def arrival_wait_s(self, view: View, tpot_s: float) -> float:
-        """The longest that a request waits for the step that runs when it arrives; tpot_s: the tightest SLO of those
-        that run.
+        """The longest that a request waits for a step with jobs in it that runs when it arrives; tpot_s: the tightest
+        SLO of those that run.
         """
         return max(self.arrival_share * view.ttft_s, min(2 * tpot_s, MOST_ARRIVAL_SHARE * view.ttft_s))
 
