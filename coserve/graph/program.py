@@ -67,17 +67,7 @@ class Program:
         """Instructions whose gradient of x is of low rank, and the next one is a product of the same x, whose gradient
         may take that along.
         """
-        found = set[int]()
-        for index, (step, after) in enumerate(pairwise(self.backward)):
-            is_low_rank = step.kind == "reverse" and "x" in step.wanted and step.node.operator.has_low_rank_gradient
-            if (
-                is_low_rank
-                and after.kind == "reverse"
-                and after.wanted == ("x",)
-                and after.node.operator.takes_low_rank
-            ):
-                found |= {index} if step.node.input["x"] == after.node.input["x"] else set()
-        return frozenset(found)
+        return frozenset(index for index, pair in enumerate(pairwise(self.backward)) if _may_go_along(*pair))
 
     def saved_bytes_per_token(self, compute_dtype: torch.dtype) -> int:
         """Bytes of saved tensors per row."""
@@ -98,6 +88,14 @@ class Program:
         wanted = [slot for slot in step.wanted if slot in step.node.input]
         specs = self.graph.slot_specs(step.node)
         return step.node.operator.vjp_cost(wanted, specs, step.node.attribute, load)
+
+
+def _may_go_along(step: Instruction, after: Instruction) -> bool:
+    if step.kind != "reverse" or "x" not in step.wanted or not step.node.operator.has_low_rank_gradient:
+        return False
+    if after.kind != "reverse" or after.wanted != ("x",) or not after.node.operator.takes_low_rank:
+        return False
+    return step.node.input["x"] == after.node.input["x"]
 
 
 def compile_program(
