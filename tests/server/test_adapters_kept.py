@@ -177,7 +177,8 @@ def test_a_model_whose_files_were_left_when_the_server_was_killed_goes_at_the_ne
         client = served.client()
         job = finished(served, client)
         folder = home / "jobs" / job.id
-        shutil.copytree(folder, home / "copy")
+        # A job's examples go shortly after its end.
+        shutil.copytree(folder, home / "copy", ignore=shutil.ignore_patterns("examples.msgpack"))
         assert client.models.delete(job.fine_tuned_model).deleted
         kill(served)
     (home / "copy").rename(folder)  # as if it had been killed between the record and the files
