@@ -4,15 +4,17 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from coserve.bench.vllm import vllm_version
 from coserve.devices.kept_profiles import device_name
@@ -27,6 +29,8 @@ Clock = Callable[[], float]
 
 # Read in one go to find the bandwidth; much larger than any cache.
 _BUFFER_BYTES = 512 << 20
+# Begins the profiler's notes of what was held elsewhere than by PyTorch.
+_ELSEWHERE = "held elsewhere"
 
 
 def best_dtype(device: torch.device) -> str:
@@ -86,22 +90,74 @@ def seconds_of(run: Callable[[], object], clock: Clock) -> float:
     return clock() - start_s
 
 
+class PeakMemory:
+    """Bytes that PyTorch holds at most within its context, beyond what it held before, with what is held elsewhere at
+    the same time. num_bytes: known afterwards.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_bytes = 0
+        self._device, self._is_cuda = device, device.type == "cuda"
+        self._running = ExitStack()
+        self._profile: profile | None = None  # of a CPU
+        self._before = 0
+
+    def __enter__(self) -> "PeakMemory":
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        else:
+            profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profile = self._running.enter_context(profiler)
+        return self
+
+    def held_elsewhere(self, num_bytes: int) -> None:
+        """So many bytes were, since the last call or the start."""
+        if self._is_cuda:
+            found = torch.cuda.max_memory_allocated(self._device) - self._before
+            self.num_bytes = max(self.num_bytes, found + num_bytes)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            with record_function(f"{_ELSEWHERE} {num_bytes}"):
+                pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._profile is None:
+            self.held_elsewhere(0)
+            return
+        self._running.close()
+        if kind is None:
+            self.num_bytes = _most_bytes(_events(self._profile))
+
+
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     """Bytes that PyTorch holds at most during a call, beyond what it held before."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    with PeakMemory(device) as peak:
         run()
-        return torch.cuda.max_memory_allocated(device) - before
+    return peak.num_bytes
+
+
+def _events(profiled: profile) -> list[dict[str, Any]]:
+    """In the order of time; the profiler tells of single allocations in the file alone that it writes."""
     with TemporaryDirectory() as place:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            run()
         trace = Path(place) / "trace.json"
         profiled.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
-    return max(accumulate(num_bytes for _, num_bytes in changes), default=0)
+        events: list[dict[str, Any]] = json.loads(trace.read_text())["traceEvents"]
+    return sorted((event for event in events if "ts" in event), key=itemgetter("ts"))
+
+
+def _most_bytes(events: Iterable[dict[str, Any]]) -> int:
+    held = most = most_now = 0
+    for event in events:
+        if event["name"] == "[memory]":
+            held += event["args"]["Bytes"]
+            most_now = max(most_now, held)
+        elif event.get("cat") == "user_annotation" and event["name"].startswith(_ELSEWHERE):
+            most, most_now = max(most, most_now + int(event["name"].removeprefix(_ELSEWHERE))), held
+    return max(most, most_now)
 
 
 def read_bytes_per_s(device: torch.device, clock: Clock | None = None) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coserve.bench.baselines import PeftTrainer
-from coserve.bench.machine import now_s, peak_bytes
+from coserve.bench.machine import PeakMemory, now_s, peak_bytes
 from coserve.bench.train import LORA
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
@@ -71,15 +71,18 @@ def run(
 
 @dataclass(frozen=True, kw_only=True)
 class _Trained:
-    """What came of some jobs. losses: of each job, by optimizer step; page_bytes: the most that they held at once."""
+    """What came of some jobs. losses: of each job, by optimizer step."""
 
     seconds: float
     losses: list[list[float]]
-    page_bytes: int
 
 
-def _train(engine: Engine, data: Tensor, batch: int, *, first_seed: int = 0) -> _Trained:
-    """Jobs at once, from the first step of the engine to the last optimizer step; data [jobs, sequences, length]."""
+def _train(
+    engine: Engine, data: Tensor, batch: int, *, first_seed: int = 0, memory: PeakMemory | None = None
+) -> _Trained:
+    """Jobs at once, from the first step of the engine to the last optimizer step; data [jobs, sequences, length].
+    memory: is told what lies in the engine's pages, step by step.
+    """
     device = torch.device(engine.device.info.device)
     jobs = [_submit(engine, sequences.tolist(), batch, first_seed + index) for index, sequences in enumerate(data)]
     losses: dict[str, list[float]] = {job: [] for job in jobs}
@@ -90,14 +93,15 @@ def _train(engine: Engine, data: Tensor, batch: int, *, first_seed: int = 0) -> 
             if isinstance(event, JobEvent) and event.kind == "step" and event.loss is not None:
                 losses[event.job].append(event.loss)
                 end_s = now_s(device)
-        owned = engine.pool.num_pages_by_owner()
-        page_bytes = max(page_bytes, sum(owned.values()) * engine.pool.page_bytes)
+        if memory is not None:
+            before, page_bytes = page_bytes, sum(engine.pool.num_pages_by_owner().values()) * engine.pool.page_bytes
+            memory.held_elsewhere(max(before, page_bytes))
     for job in jobs:
         if engine.job(job).state != "succeeded":
             raise CoserveError(f"{job} has {engine.job(job).state}: {engine.job(job).error or ''}")
         engine.forget_job(job)
         engine.unload_adapter(job)
-    return _Trained(seconds=end_s - start_s, losses=list(losses.values()), page_bytes=page_bytes)
+    return _Trained(seconds=end_s - start_s, losses=list(losses.values()))
 
 
 def _submit(engine: Engine, sequences: Sequence[Sequence[int]], batch: int, seed: int) -> str:
@@ -126,8 +130,8 @@ def _peft_s(peft: PeftTrainer, data: Tensor, batch: int) -> float:
 
 def _memory(engine: Engine, peft: PeftTrainer, data: Tensor, batch: int) -> dict[str, int]:
     device = torch.device(engine.device.info.device)
-    trained: list[_Trained] = []
-    ours = peak_bytes(lambda: trained.append(_train(engine, data[:, :batch], batch)), device)
+    with PeakMemory(device) as ours:
+        _train(engine, data[:, :batch], batch, memory=ours)
     tokens = data[0, :batch].to(device)
     theirs = peft.state_bytes() + peak_bytes(lambda: peft.step_s(tokens), device)
-    return {"memory_bytes": ours + trained[0].page_bytes, "peft_memory_bytes": data.shape[0] * theirs}
+    return {"memory_bytes": ours.num_bytes, "peft_memory_bytes": data.shape[0] * theirs}

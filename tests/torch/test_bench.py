@@ -14,7 +14,7 @@ from coserve.bench import coserve, many, profile, train
 from coserve.bench.baselines import PeftTrainer
 from coserve.bench.floors import Floors, Work
 from coserve.bench.ledger import PARTS, part_of
-from coserve.bench.machine import peak_bytes
+from coserve.bench.machine import PeakMemory, peak_bytes
 from coserve.bench.profile_page import profile_html
 from coserve.cli.main import app
 from coserve.devices.kept_profiles import profile_path
@@ -39,6 +39,17 @@ def test_memory_is_what_is_held_at_once_and_not_what_was_held_before():
 
     found = peak_bytes(run, torch.device("cpu"))
     assert 4 * 2 * (1 << 12) <= found < 4 * 3 * (1 << 12)
+
+
+def test_what_is_held_elsewhere_counts_with_what_was_held_at_the_same_time():
+    with PeakMemory(torch.device("cpu")) as memory:
+        first = torch.zeros(1 << 12)
+        memory.held_elsewhere(1 << 20)
+        del first
+        second = torch.zeros(1 << 16)
+        memory.held_elsewhere(1 << 10)
+    assert 4 * (1 << 12) + (1 << 20) <= memory.num_bytes < 4 * (1 << 12) + (1 << 20) + (1 << 12)
+    assert second.nbytes < memory.num_bytes, "the larger of both, not their sum"
 
 
 def test_many_jobs_at_once_are_compared_with_the_same_work_done_otherwise():
