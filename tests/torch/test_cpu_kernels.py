@@ -719,6 +719,8 @@ def attend_paged(backend, q, keys, values, pages, lengths, spec):
         ((40, 260), 11, 1, 32, 3),  # more query heads of a key head than go together
         ((90, 513), 4, 4, 80, 7),
         ((33,), 8, 2, 128, 32),
+        ((200, 129, 31), 24, 24, 32, 16),  # more key heads than go together
+        ((333, 70), 40, 8, 96, 48),  # these do not go into groups of as many
     ],
 )
 def test_attention_reads_keys_in_their_pages(shape, sliding_window, num_threads, dtype):
@@ -896,7 +898,7 @@ def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, 
 def test_the_header_states_the_arguments_of_every_kernel():
     """The compiler holds the definitions against it; the library has whatever this processor can run."""
     found = compiled.signatures()
-    assert len(found) == 50 and all(found.values())
+    assert len(found) == 51 and all(found.values())
     sources = "".join(path.read_text() for path in Path(compiled.__file__).parent.glob("*.cpp"))
     for name in found:
         assert (
@@ -913,6 +915,7 @@ def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_lo
     amx = {"int8_product_by_tiles", "cross_entropy_of_columns", "cross_entropy_gradient_of_columns"}
     amx |= {"cross_entropy_input_gradient_of_columns", "wide_product", "wide_product_and_low_rank"}
     amx |= {"tile_input_gradient", "product_onto", "gated_product", "wide_product_onto", "wide_gated_product"}
+    amx |= {"paged_attention_by_tiles"}
     tiles = {"attention_forward", "attention_backward", "attend_in_pieces", "product"}
     tiles |= {"to_low_rank", "from_low_rank", "add_low_rank_gradient"}
     assert compiled.kernels_for("tiles") == tiles <= declared.keys()

@@ -80,7 +80,7 @@ class CpuAttention:
 
     def __init__(self, kernels: Library) -> None:
         self._kernels = kernels
-        self._paged = {torch.bfloat16: kernels.paged_attention_bfloat16, torch.float32: kernels.paged_attention_float32}
+        self._paged = {dtype: getattr(kernels, name) for dtype, name in paged_kernels(kernels).items()}
 
     def forward(
         self, q: Tensor, keys: Tensor, values: Tensor, part: CpuPart, spec: AttentionSpec
@@ -196,6 +196,12 @@ class CpuAttention:
         if not self._kernels.has_tiles or q.dtype != torch.bfloat16 or q.shape[2] % 32:
             return False
         return has_room_for_tiles(max(run[3] for run in runs), q.shape[2])
+
+
+def paged_kernels(kernels: Library) -> dict[torch.dtype, str]:
+    """The kernels for rows that are each the last of a sequence, by name."""
+    bfloat16 = "paged_attention_by_tiles" if kernels.has_amx else "paged_attention_bfloat16"
+    return {torch.bfloat16: bfloat16, torch.float32: "paged_attention_float32"}
 
 
 def has_room_for_tiles(num_keys: int, width: int) -> bool:

@@ -16,7 +16,6 @@ namespace {
 const int TILE = 128;
 // Blocks of a tile, 32 keys x 32 queries: what one `multiply` makes, and the first cache holds with its factors.
 const int BLOCK = 32;
-const float LOG2_E = 1.44269504f;
 
 // 2^x, to 2e-7 of it; for x below -126 as for -126, since numbers that small take a processor a hundred times as long.
 inline __m512 exp2(__m512 x) {

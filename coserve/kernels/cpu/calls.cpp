@@ -54,6 +54,7 @@ const Kernel KERNELS[] = {
     {"int8_product_by_tiles", Call<int8_product_by_tiles>::run},
     {"product_onto", Call<product_onto>::run},
     {"gated_product", Call<gated_product>::run},
+    {"paged_attention_by_tiles", Call<paged_attention_by_tiles>::run},
 #endif
 #ifdef HAS_TILES
     {"product", Call<product>::run},

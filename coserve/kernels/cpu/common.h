@@ -21,6 +21,9 @@
 
 typedef int64_t i64;
 
+// What turns a power of e into one of 2, and back.
+const float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
+
 struct bf16 {
     uint16_t bits;
 };

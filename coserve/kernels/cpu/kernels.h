@@ -31,6 +31,12 @@ void paged_attention_float32(const float* q, const float* keys, const float* val
                              i64 num_heads, i64 num_key_heads, i64 width, i64 block_tokens, i64 page_step, i64 window,
                              double scale, i64 num_threads);
 
+// paged_tiles.cpp (AMX)
+void paged_attention_by_tiles(const bf16* q, const bf16* keys, const bf16* values, const i64* pages,
+                              const i64* first_page, const i64* lengths, bf16* out, float* lse, i64 num_rows,
+                              i64 num_heads, i64 num_key_heads, i64 width, i64 block_tokens, i64 page_step, i64 window,
+                              double scale, i64 num_threads);
+
 // pieces.cpp (tiles)
 void attend_in_pieces(const bf16* q, const bf16* keys, const bf16* values, const i64* pages, bf16* out, float* lse,
                       const i64* pieces, i64 num_pieces, i64 num_heads, i64 num_key_heads, i64 width, i64 block_tokens,

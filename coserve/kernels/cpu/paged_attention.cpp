@@ -1,17 +1,12 @@
-// Attention of rows that are each the last of a sequence of its own, their keys and values read where they lie: in
-// pages. What such a step takes is the time to read those once, so the query heads of a key head go together.
-//
-// A row's keys are cut into chunks, a unit of work each, and the chunks' results merged in their order: what comes out
-// depends neither on the other rows nor on who computed what.
+// Attention of rows that are each the last of a sequence of its own (`paged_attention.h`), by vectors: of any shape
+// that there is a kernel for at all.
 
-#include "kernels.h"
+#include "paged_attention.h"
 
-#include <cmath>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 #include <utility>
-#include <vector>
 
 namespace {
 
@@ -22,12 +17,8 @@ const int LANES = 8;
 #else
 const int LANES = 4;
 #endif
-const int CHUNK = 128;     // keys; a multiple of LANES
 const int MOST_HEADS = 8;  // query heads at once
 const int AHEAD = 24;      // by how many keys they are asked for before they are read
-const float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
-// Bytes of keys and values that are read sooner than another thread is woken.
-const i64 BYTES_PER_THREAD = 64 << 10;
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
@@ -86,37 +77,18 @@ inline Floats exp2_below_0(Floats x) {
     return power * (Floats)((whole + 127) << 23);
 }
 
-template <typename T>
-struct Problem {
-    const T *q, *keys, *values;
-    const i64 *pages, *first_page, *lengths;
-    T* out;
-    float* lse;
-    i64 num_rows, num_heads, num_key_heads, width, block_tokens, page_step, window;
-    float scale;
+static_assert(CHUNK % LANES == 0);
 
-    i64 group() const { return num_heads / num_key_heads; }
-    i64 first_key(i64 row) const { return window ? std::max<i64>(0, lengths[row] - window) : 0; }
-};
-
-// Some keys of a row.
-struct Chunk {
-    i64 row, first_key;
-    int num_keys;
-};
-
-// What chunks give, by chunk and query head: the weighted sum of the values, the largest score, the sum of the weights.
-struct Partial {
-    float *values, *largest, *weights;
-};
-
-thread_local Scratch scratch, shared_scratch;
+thread_local Scratch scratch;
 
 // One thread's part of the chunks.
 template <typename T>
 class Worker {
   public:
-    explicit Worker(const Problem<T>& problem) : p_(problem), width_(int(p_.width)), group_(int(p_.group())) {
+    static const int ALIGNED = 1;
+    static i64 heads_at_once(const PagedRows<T>&) { return 1; }
+
+    explicit Worker(const PagedRows<T>& problem) : p_(problem), width_(int(p_.width)), group_(int(p_.group())) {
         const size_t q = p_.num_heads * width_;
         q_ = reinterpret_cast<float*>(scratch.take((q + p_.num_heads * CHUNK) * sizeof(float)));
         scores_ = q_ + q;
@@ -156,7 +128,7 @@ class Worker {
     }
 
     void add_rows(const T* pages, const Chunk& chunk, int count) {
-        const i64 row_width = p_.num_key_heads * width_;
+        const i64 row_width = p_.row_width();
         const i64* page = p_.pages + p_.first_page[chunk.row] + chunk.first_key / p_.block_tokens;
         i64 token = chunk.first_key % p_.block_tokens;
         for (int key = 0; key < count; key++) {
@@ -272,93 +244,13 @@ class Worker {
         for (; i < width_; i += LANES) add_part<GROUP, 1>(first, count, column + i, weights, sums + i);
     }
 
-    const Problem<T>& p_;
+    const PagedRows<T>& p_;
     const int width_, group_;
     int num_rows_ = 0;
     const T* rows_[2 * CHUNK + AHEAD];
     // The queries, times the scale; by query head, the chunk's scores, then weights.
     float *q_, *scores_;
 };
-
-// The chunks of a row in their order -> its output for one query head.
-template <typename T>
-void merge(const Problem<T>& p, i64 row, i64 head, i64 first_chunk, i64 end_chunk, const Partial& all) {
-    if (first_chunk == end_chunk) return;
-    float largest = -INFINITY, weights = 0;
-    for (i64 c = first_chunk; c < end_chunk; c++) largest = std::max(largest, all.largest[c * p.num_heads + head]);
-    for (i64 c = first_chunk; c < end_chunk; c++) {
-        const i64 at = c * p.num_heads + head;
-        all.largest[at] = std::exp2(all.largest[at] - largest);
-        weights += all.weights[at] * all.largest[at];
-    }
-    const i64 at = row * p.num_heads + head;
-    p.lse[at] = (largest + std::log2(weights)) * LN_2;
-    for (i64 i = 0; i < p.width; i++) {
-        float sum = 0;
-        for (i64 c = first_chunk; c < end_chunk; c++)
-            sum += all.values[(c * p.num_heads + head) * p.width + i] * all.largest[c * p.num_heads + head];
-        narrow(sum / weights, p.out[at * p.width + i]);
-    }
-}
-
-template <typename T>
-void attend(const Problem<T>& p, i64 num_threads) {
-    std::vector<Chunk> chunks;
-    std::vector<i64> first_chunk, keys_before;
-    i64 num_keys = 0;
-    for (i64 row = 0; row < p.num_rows; row++) {
-        first_chunk.push_back(chunks.size());
-        for (i64 key = p.first_key(row); key < p.lengths[row]; key += CHUNK) {
-            chunks.push_back({row, key, int(std::min<i64>(CHUNK, p.lengths[row] - key))});
-            keys_before.push_back(num_keys);
-            num_keys += chunks.back().num_keys;
-        }
-    }
-    first_chunk.push_back(chunks.size());
-    const i64 per_chunk = p.num_heads, num_partials = chunks.size() * per_chunk;
-    float* start = reinterpret_cast<float*>(shared_scratch.take(num_partials * (p.width + 2) * sizeof(float)));
-    const Partial all{start, start + num_partials * p.width, start + num_partials * (p.width + 1)};
-
-    const i64 num_bytes = num_keys * p.num_key_heads * p.width * 2 * sizeof(T);
-    const int threads = int(std::max<i64>(1, std::min(num_threads, num_bytes / BYTES_PER_THREAD)));
-    // Each has a run of the pairs of a chunk and a key head, of as many keys as the others'.
-    const i64 heads = p.num_key_heads, work = num_keys * heads;
-    const i64 count = chunks.size();
-    auto part = [&](int thread) {
-        Worker<T> worker(p);
-        // A pair belongs to the thread in whose share of the work it begins.
-        auto share = [&](i64 before) { return before * threads / work; };
-        for (i64 c = 0; c < count; c++) {
-            const i64 before = keys_before[c] * heads, size = chunks[c].num_keys;
-            if (share(before + (heads - 1) * size) < thread || share(before) > thread) continue;
-            i64 first = 0, end = heads;
-            while (share(before + first * size) < thread) first++;
-            while (share(before + (end - 1) * size) > thread) end--;
-            const i64 at = c * per_chunk;
-            const bool is_continued = c + 1 < count && share((keys_before[c] + size) * heads) == thread;
-            const Chunk* next = is_continued ? &chunks[c + 1] : nullptr;
-            worker.attend(chunks[c], next, first, end, {all.values + at * p.width, all.largest + at, all.weights + at});
-        }
-    };
-    auto finish = [&](int thread) {
-        const i64 units = p.num_rows * p.num_heads;
-        for (i64 unit = units * thread / threads; unit < units * (thread + 1) / threads; unit++) {
-            const i64 row = unit / p.num_heads;
-            merge(p, row, unit % p.num_heads, first_chunk[row], first_chunk[row + 1], all);
-        }
-    };
-    if (threads == 1) {
-        part(0), finish(0);
-        return;
-    }
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for
-        for (int thread = 0; thread < threads; thread++) part(thread);
-#pragma omp for
-        for (int thread = 0; thread < threads; thread++) finish(thread);
-    }
-}
 
 }  // namespace
 
@@ -370,9 +262,9 @@ void attend(const Problem<T>& p, i64 num_threads) {
     extern "C" void NAME(const T* q, const T* keys, const T* values, const i64* pages, const i64* first_page,          \
                          const i64* lengths, T* out, float* lse, i64 num_rows, i64 num_heads, i64 num_key_heads,       \
                          i64 width, i64 block_tokens, i64 page_step, i64 window, double scale, i64 num_threads) {      \
-        attend(Problem<T>{q, keys, values, pages, first_page, lengths, out, lse, num_rows, num_heads, num_key_heads,   \
-                          width, block_tokens, page_step, window, float(scale)},                                       \
-               num_threads);                                                                                           \
+        attend_by<Worker<T>>(PagedRows<T>{q, keys, values, pages, first_page, lengths, out, lse, num_rows, num_heads,  \
+                                          num_key_heads, width, block_tokens, page_step, window, float(scale)},        \
+                             num_threads);                                                                             \
     }
 
 PAGED_ATTENTION(paged_attention_bfloat16, bf16)

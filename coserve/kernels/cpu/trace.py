@@ -16,6 +16,7 @@ from torch import Tensor
 from coserve.kernels.attention import AttentionBatch, AttentionSpec
 from coserve.kernels.cpu import tile_products
 from coserve.kernels.cpu.adapters import many_rows
+from coserve.kernels.cpu.attention import paged_kernels
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.products import (
     MOST_FLOAT32_ROWS,
@@ -41,7 +42,6 @@ from coserve.kernels.low_rank import PLACE_NUMBERS, AdapterBatch
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.trace import Trace, TracedCalls, UntraceableError
 
-_ATTENTION = {torch.bfloat16: "paged_attention_bfloat16", torch.float32: "paged_attention_float32"}
 _KERNELS = (
     *(
         "product",
@@ -60,7 +60,7 @@ _KERNELS = (
         "add",
         "store_rows",
     ),
-    *("add_adapters", *_ATTENTION.values()),
+    *("add_adapters", "paged_attention_by_tiles", "paged_attention_bfloat16", "paged_attention_float32"),
     *("keep_rows", "attend_in_windows", "attend_in_pieces"),
 )
 # What kernels for training windows are told of them.
@@ -85,7 +85,7 @@ class CpuTrace(Trace[PlainBackend]):
     """
 
     def __init__(self, kernels: Library, device: torch.device, dtype: torch.dtype) -> None:
-        if dtype not in _ATTENTION:
+        if dtype not in paged_kernels(kernels):
             raise UntraceableError
         self._kernels, self.dtype = kernels, dtype
         self._numbers = _kernel_numbers(kernels)
@@ -354,7 +354,8 @@ class _Tracer(PlainBackend):
         tables = (step("table"), step("first_page"), step("lengths"))
         heads, seen = (rows.heads, row_width // width, width), (spec.sliding_window or 0, float(spec.scale))
         sizes = (step("num_paged_rows"), *heads, block_tokens, page_step)
-        trace.call(_ATTENTION[trace.dtype], rows, keys, values, *tables, y, lse, *sizes, *seen, step("num_threads"))
+        kernel = paged_kernels(trace.kernels)[trace.dtype]
+        trace.call(kernel, rows, keys, values, *tables, y, lse, *sizes, *seen, step("num_threads"))
         trace.has_attention_tiles &= not width % 32
         trace.head_width = max(trace.head_width, width)
         if trace.has_attention_tiles:
