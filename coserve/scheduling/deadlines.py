@@ -26,21 +26,22 @@ LOST_STRETCH = 1.25
 # The margin is what 95 of 100 steps stay within, and SLOs are promised to 99 of 100 requests: errors that are spread
 # normally are within 1.4 times as much then.
 SURE_MARGINS = 1.5
-# For urgent prompts a request may be late by this share of what it could catch up over its remaining tokens.
-CATCH_UP_SHARE = 0.1
+# For prompts a request may be late by the first of these shares of what it could catch up over its remaining tokens;
+# where requests come near their TPOT by themselves by the second, and for urgent prompts alone.
+CATCH_UP_SHARE, NEAR_CATCH_UP_SHARE = 0.3, 0.1
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Of requests that decode; inf without any.
 
-    prompts_s: until when prompts may take time. jobs_s: until when jobs may. urgent_s: until when urgent prompts may:
-    each has its next token at the pace of its SLO, or can catch up later. extra_s: the most seconds that jobs may still
-    take from any of them.
+    prompts_s: until when prompts may take time so that nobody is late. jobs_s: until when jobs may. catch_up_s: until
+    when prompts may so that each has its next token at the pace of its SLO, or can catch up later. extra_s: the most
+    seconds that jobs may still take from any of them.
     """
 
     prompts_s: float = inf
     jobs_s: float = inf
-    urgent_s: float = inf
+    catch_up_s: float = inf
     extra_s: float = inf
 
 
@@ -67,6 +68,7 @@ def decode_deadlines(
     max_gap_tpots: float,
     prompt_reserve_tpots: float,
     reserve_tpots: float,
+    is_near: bool = False,
     jobs_share: float = inf,
     margin: float = 0.0,
 ) -> Deadlines:
@@ -78,6 +80,7 @@ def decode_deadlines(
         decode_s: what a step of all of them takes.
         lost_tpot_s: the pace of lost causes.
         prompt_reserve_tpots, reserve_tpots: what prompts and jobs leave in every bank.
+        is_near: whether requests come near their TPOT by themselves.
         jobs_share: of a request's time per token, what jobs may take in all.
         margin: by which share a step may take longer than predicted. The next steps make up for what one was late by,
             so it counts against the whole bank alone: that a step takes longer must not miss the SLO even if its token
@@ -85,8 +88,9 @@ def decode_deadlines(
     """
     if not requests:
         return Deadlines()
-    prompts_s = jobs_s = gap_s = urgent_s = extra_s = missed_s = inf
+    prompts_s = jobs_s = gap_s = catch_up_s = extra_s = missed_s = inf
     end_s, limited = now_s + decode_s, jobs_share < inf
+    catch_up_share = NEAR_CATCH_UP_SHARE if is_near else CATCH_UP_SHARE
     lost_pace_s = max(lost_tpot_s, LOST_STRETCH * decode_s)
     most_kept_tpots = max(prompt_reserve_tpots, reserve_tpots)
     # Run for each of some hundred requests, so without calls.
@@ -100,7 +104,7 @@ def decode_deadlines(
                 due_s = last_s + lost_pace_s
             else:
                 missed_s = min(missed_s, due_s)
-            prompts_s, jobs_s = min(prompts_s, due_s), min(jobs_s, due_s)
+            prompts_s, jobs_s, catch_up_s = min(prompts_s, due_s), min(jobs_s, due_s), min(catch_up_s, due_s)
             continue
         banked_s = first_s + num_output * tpot_s
         if end_s > banked_s and end_s - banked_s > (tpot_s - decode_s) * (request.num_left - 1):
@@ -109,6 +113,7 @@ def decode_deadlines(
                 prompts_s = lost_s
             if lost_s < jobs_s:
                 jobs_s = lost_s
+            catch_up_s = min(catch_up_s, max(lost_s, last_s + max_gap_tpots * tpot_s))
             continue
         due_s = first_s + num_output * asked_s
         if due_s < missed_s:
@@ -122,11 +127,11 @@ def decode_deadlines(
             continue  # a gap would be noticed before anything else is due, as with most requests that have a bank
         kept_s = tpot_s if num_output >= RESERVE_TOKENS else tpot_s * num_output / RESERVE_TOKENS
         next_s = last_s + tpot_s
-        due_s = banked_s + CATCH_UP_SHARE * (tpot_s - decode_s) * (request.num_left - 1)
+        due_s = banked_s + catch_up_share * (tpot_s - decode_s) * (request.num_left - 1)
         if due_s < next_s:
             due_s = next_s
-        if due_s < urgent_s:
-            urgent_s = due_s
+        if due_s < catch_up_s:
+            catch_up_s = due_s
         if next_s > banked_s:
             next_s = banked_s
         due_s = banked_s - prompt_reserve_tpots * kept_s
@@ -143,6 +148,6 @@ def decode_deadlines(
     return Deadlines(
         prompts_s=min(prompts_s, gap_s, sure_s),
         jobs_s=min(jobs_s, gap_s, sure_s),
-        urgent_s=min(urgent_s, gap_s),
+        catch_up_s=min(catch_up_s, gap_s),
         extra_s=max(0.0, extra_s),
     )

@@ -236,7 +236,7 @@ class Worker {
         row_units_ = std::max(1, units / (2 * chunk->num_keys));
     }
 
-    // What has come due of that, after so many units of work.
+    // What has come due of that, after some units of work.
     [[gnu::always_inline]] void fetch(int units) {
         for (credit_ += units; credit_ >= row_units_ && block_ < num_blocks_; credit_ -= row_units_) {
             const char* row = reinterpret_cast<const char*>(blocks_[block_] + key_ * p_.row_width());

@@ -5,9 +5,8 @@ from it what they need to be in time, and more where decoding requests have it t
 what is left, and stop before any of these would be late:
 
 - A step at the pace of the SLOs takes nothing of what was banked, so jobs may have it, also where they may have nothing
-  else, unless requests just hold their TTFT, or too few have been seen to rule it out; prompts likewise. This is all
-  that token fusion fills. Urgent prompts may make requests late, by a tenth of what these could catch up over their
-  remaining tokens.
+  else, unless requests just hold their TTFT, or too few have been seen to rule it out. This is all that token fusion
+  fills. Prompts may make requests late, by less than these could catch up over their remaining tokens.
 - Beyond that a little of every bank is never spent: a step that takes longer than predicted finds it there.
 - No step with fine-tuning in it is planned to last longer than `arrival_wait_s`, which bounds what a request that
   arrives just after planning waits for: with nothing else running, its first row enters the next step.
@@ -33,6 +32,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
+
+from msgspec import structs
 
 from coserve.scheduling.building import PlanBuilder
 from coserve.scheduling.deadlines import AIMED, Deadlines, decode_deadlines, due_at_s, sure_by_s
@@ -205,6 +206,7 @@ class Slack(Policy):
         prompts = [] if len(decoding) == len(requests) else [each for each in requests if each.num_rows > 1]
         due_s = {each.id: self.due_at_s(each) for each in prompts}
         most_share = max(MOST_SHARE, 1 - build.seconds / (self.max_gap_tpots * tpot_s))
+        is_near = view.need.tpot > EDGE
         share, piece, ordered = self._share_of_prompts(prompts, due_s, build.seconds, most_share, view, latency)
         deadlines = decode_deadlines(
             decoding,
@@ -214,6 +216,7 @@ class Slack(Policy):
             max_gap_tpots=self.max_gap_tpots,
             prompt_reserve_tpots=0.0 if share > URGENT_SHARE else 1.0,
             reserve_tpots=max(self.reserve_tpots, EDGE_RESERVE_TPOTS if nearness(view) > EDGE else 0.0),
+            is_near=is_near,
             jobs_share=jobs_share(view.need),
             margin=latency.corrections.margin,
         )
@@ -226,22 +229,19 @@ class Slack(Policy):
         else:
             build.prefill(piece, 0.0, urgent=True)
             budget_s = deadlines.prompts_s - view.now_s
-            if share > URGENT_SHARE:
-                # At the very pace nobody would catch up.
-                urgent_s = (deadlines.urgent_s - view.now_s) / (1 + latency.corrections.margin)
-                budget_s = max(budget_s, min(build.seconds / (1 - min(share, most_share)), urgent_s))
+            # At the very pace nobody would catch up.
+            catch_up_s = (deadlines.catch_up_s - view.now_s) / (1 + latency.corrections.margin)
+            if is_near:
+                catch_up_s = min(build.seconds / (1 - min(share, most_share)), catch_up_s)
+            if share > URGENT_SHARE or not is_near:
+                budget_s = max(budget_s, catch_up_s)
             urgent = share > MOST_ARRIVAL_SHARE or not share
             all_in = build.prefill(ordered, budget_s, urgent=urgent) and not piece
         if all_in:
             # What is late already does not keep jobs from the step that ends it.
             first_s = min([each_s for each_s in due_s.values() if each_s > view.now_s], default=inf)
             first_s = sure_by_s(first_s, view.now_s, latency.corrections.margin)
-            deadlines = Deadlines(
-                prompts_s=deadlines.prompts_s,
-                jobs_s=min(deadlines.jobs_s, first_s),
-                urgent_s=deadlines.urgent_s,
-                extra_s=deadlines.extra_s,
-            )
+            deadlines = structs.replace(deadlines, jobs_s=min(deadlines.jobs_s, first_s))
         return deadlines, all_in
 
     def _share_of_prompts(
