@@ -113,7 +113,7 @@ class PeakMemory:
         return self
 
     def held_elsewhere(self, num_bytes: int) -> None:
-        """This many bytes were, since the last call or the start."""
+        """Bytes that were, since the last call or the start."""
         if self._is_cuda:
             found = torch.cuda.max_memory_allocated(self._device) - self._before
             self.num_bytes = max(self.num_bytes, found + num_bytes)

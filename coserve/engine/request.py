@@ -105,6 +105,8 @@ class Request:
         self._may_forbid = params.min_tokens > 0 or bool(params.bad_words)
         self._end_tokens = end_tokens
         self._stop_tokens = end_tokens | set(params.stop_token_ids)
+        may_end = self._stop_tokens or params.stop or params.grammar
+        self._num_sure = params.min_tokens if may_end else params.max_tokens
         self._text = text
 
     def note_model_changes(self, number: int) -> None:
@@ -176,6 +178,7 @@ class Request:
             self._is_masked,
             self.priority,
             self.batch_due_s,
+            self._num_sure - self.num_output,
         )
 
     # -- what a device is told ------------------------------------------------------

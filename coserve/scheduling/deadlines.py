@@ -26,9 +26,11 @@ LOST_STRETCH = 1.25
 # The margin is what 95 of 100 steps stay within, and SLOs are promised to 99 of 100 requests: errors that are spread
 # normally are within 1.4 times as much then.
 SURE_MARGINS = 1.5
-# For prompts a request may be late by the first of these shares of what it could catch up over its remaining tokens;
-# where requests come near their TPOT by themselves by the second, and for urgent prompts alone.
-CATCH_UP_SHARE, NEAR_CATCH_UP_SHARE = 0.3, 0.1
+# For urgent prompts a request may be late by this share of what it could catch up over all tokens that may still come.
+URGENT_CATCH_UP_SHARE = 0.1
+# Where nobody else wants the time that requests save it may be late for any prompt, by this share of what it catches up
+# over the tokens that it is sure to have: at least this many, since most answers are no shorter.
+FREE_CATCH_UP_SHARE, LEAST_SURE_TOKENS = 0.3, 16
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +45,10 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     jobs_s: float = inf
     catch_up_s: float = inf
     extra_s: float = inf
+
+    def with_jobs_until(self, seconds: float) -> "Deadlines":
+        """The same, but that jobs may take time until then at most."""
+        return msgspec.structs.replace(self, jobs_s=min(self.jobs_s, seconds))
 
 
 def due_at_s(request: RequestView, *, max_gap_tpots: float, reserve_tpots: float = 0.0) -> float:
@@ -68,7 +74,8 @@ def decode_deadlines(
     max_gap_tpots: float,
     prompt_reserve_tpots: float,
     reserve_tpots: float,
-    is_near: bool = False,
+    is_urgent: bool = False,
+    is_free: bool = False,
     jobs_share: float = inf,
     margin: float = 0.0,
 ) -> Deadlines:
@@ -80,7 +87,7 @@ def decode_deadlines(
         decode_s: what a step of all of them takes.
         lost_tpot_s: the pace of lost causes.
         prompt_reserve_tpots, reserve_tpots: what prompts and jobs leave in every bank.
-        is_near: whether requests come near their TPOT by themselves.
+        is_urgent: whether prompts are. is_free: whether nobody else wants the time that requests save.
         jobs_share: of a request's time per token, what jobs may take in all.
         margin: by which share a step may take longer than predicted. The next steps make up for what one was late by,
             so it counts against the whole bank alone: that a step takes longer must not miss the SLO even if its token
@@ -90,7 +97,6 @@ def decode_deadlines(
         return Deadlines()
     prompts_s = jobs_s = gap_s = catch_up_s = extra_s = missed_s = inf
     end_s, limited = now_s + decode_s, jobs_share < inf
-    catch_up_share = NEAR_CATCH_UP_SHARE if is_near else CATCH_UP_SHARE
     lost_pace_s = max(lost_tpot_s, LOST_STRETCH * decode_s)
     most_kept_tpots = max(prompt_reserve_tpots, reserve_tpots)
     # Run for each of some hundred requests, so without calls.
@@ -127,7 +133,13 @@ def decode_deadlines(
             continue  # a gap would be noticed before anything else is due, as with most requests that have a bank
         kept_s = tpot_s if num_output >= RESERVE_TOKENS else tpot_s * num_output / RESERVE_TOKENS
         next_s = last_s + tpot_s
-        due_s = banked_s + catch_up_share * (tpot_s - decode_s) * (request.num_left - 1)
+        late_tokens = URGENT_CATCH_UP_SHARE * (request.num_left - 1) if is_urgent else 0.0
+        if is_free:
+            sure = request.num_sure if request.num_sure > LEAST_SURE_TOKENS else LEAST_SURE_TOKENS
+            sure = request.num_left if request.num_left < sure else sure
+            sure_tokens = FREE_CATCH_UP_SHARE * (sure - 1)
+            late_tokens = sure_tokens if sure_tokens > late_tokens else late_tokens
+        due_s = banked_s + late_tokens * (tpot_s - decode_s)
         if due_s < next_s:
             due_s = next_s
         if due_s < catch_up_s:

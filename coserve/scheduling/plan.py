@@ -24,10 +24,9 @@ class RequestView(msgspec.Struct, frozen=True, gc=False):
     ("" for none), with num_bypasses bypasses. num_pages: by how many the available pages fall when all of num_rows get
     theirs (with admission, if it waits). num_held: pages that it has, which come back when it is preempted. draws:
     whether its tokens are drawn, not the likeliest. is_masked: whether only some tokens may come, by its grammar.
-    num_scored: rows whose next token is scored, as prompt
-    log-probabilities are. may_start: False while it waits for a sequence with the same prompt. num_left: tokens that
-    may still come at most. jobs_s: seconds that work of jobs, and batch work, has taken since its first token;
-    before that, since it came. priority: the lowest goes first. batch_due_s: of batch work, when it should be done;
+    num_scored: rows whose next token is scored, as prompt log-probabilities are. may_start: False while it waits for a
+    sequence with the same prompt. num_left: tokens that may still come at most. num_sure: those that come in any case.
+    jobs_s: seconds that work of jobs, and batch work, has taken since its first token; before that, since it came. priority: the lowest goes first. batch_due_s: of batch work, when it should be done;
     None: of a request that somebody waits for. Times in seconds of the engine's clock.
     """
 
@@ -53,6 +52,7 @@ class RequestView(msgspec.Struct, frozen=True, gc=False):
     is_masked: bool = False
     priority: int = 0
     batch_due_s: float | None = None
+    num_sure: int = 0
 
 
 class JobView(msgspec.Struct, frozen=True):

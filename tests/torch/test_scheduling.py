@@ -110,6 +110,11 @@ def view(*items: RequestView | JobView, **fields: float) -> View:
     )
 
 
+def near(*items: RequestView) -> View:
+    """Requests that come near their TPOT by themselves."""
+    return structs.replace(view(*items), need=NeedView(tpot=0.8))
+
+
 def plan(policy: str, seen: View, latency: LatencyModel | None = None) -> Plan:
     return make_policy(policy).plan(seen, latency or make_latency())
 
@@ -633,7 +638,7 @@ def test_an_urgent_prompt_gets_what_its_deadline_needs_however_late_others_are()
     sizes = []
     while True:
         late = decoding(num_output=1, last_token_s=last_s)
-        made = plan("slack", view(late, urgent, now_s=now_s, ttft_s=3.0), latency)
+        made = plan("slack", view(late, urgent, job(), now_s=now_s, ttft_s=3.0), latency)
         assert due_at_s(late) < now_s and rows_of(made, "decode") == {"r": 1}
         rows = rows_of(made, "prefill").get("p", 0)
         sizes.append(rows)
@@ -665,11 +670,12 @@ def test_a_lost_cause_that_has_waited_for_ten_of_its_slos_is_served_first():
 def test_a_lost_cause_that_has_waited_for_very_long_gets_a_piece_beside_requests_that_just_hold_their_slos():
     """Its smallest one where others can be in time, which the time is for."""
     latency, lost, timely = make_latency(), prompt("lost", 5000, arrival_s=40.0), prompt("timely", 300, arrival_s=98.6)
-    beside = [decoding(f"d{i}", tpot_s=0.1, num_output=50, first_token_s=95.0, last_token_s=100.0) for i in range(8)]
+    others = [decoding(f"d{i}", tpot_s=0.1, num_output=50, first_token_s=95.0, last_token_s=100.0) for i in range(8)]
+    beside: tuple[RequestView | JobView, ...] = (*others, job())
     alone = rows_of(plan("slack", view(lost, *beside, now_s=100.0), latency), "prefill")
-    assert alone["lost"] >= LEAST_PREFILL_ROWS - len(beside)
+    assert alone["lost"] >= LEAST_PREFILL_ROWS - len(others)
     both = rows_of(plan("slack", view(lost, timely, *beside, now_s=100.0), latency), "prefill")
-    assert both["lost"] == alone["lost"] and both["timely"] >= LEAST_PREFILL_ROWS - len(beside)
+    assert both["lost"] == alone["lost"] and both["timely"] >= LEAST_PREFILL_ROWS - len(others)
     second = structs.replace(lost, id="second")
     assert list(rows_of(plan("slack", view(lost, second, timely, *beside, now_s=100.0), latency), "prefill")) == [
         "lost",
@@ -810,19 +816,39 @@ def test_a_prompt_with_time_leaves_decoding_requests_some_of_their_bank():
     relaxed, urgent = prompt(rows=200, ttft_s=50.0), prompt(rows=200, ttft_s=1.5)
     late = decoding(num_output=5, last_token_s=9.9)  # due now
     assert due_at_s(late, 1.0) < 10.0
-    assert rows_of(plan("slack", view(late, relaxed), latency), "prefill") == {}
-    assert rows_of(plan("slack", view(late, urgent), latency), "prefill") == {}, "it has time"
+    assert rows_of(plan("slack", near(late, relaxed), latency), "prefill") == {}
+    assert rows_of(plan("slack", near(late, urgent), latency), "prefill") == {}, "it has time"
     urgent = structs.replace(urgent, ttft_s=0.6)
-    assert rows_of(plan("slack", view(late, urgent), latency), "prefill")["p"] > LEAST_PREFILL_ROWS
+    assert rows_of(plan("slack", near(late, urgent), latency), "prefill")["p"] > LEAST_PREFILL_ROWS
     # With a bank: the relaxed one stops one TPOT before the deadline, the urgent one goes up to it.
     banked = decoding(num_output=8, last_token_s=9.9)
     deadline_s = due_at_s(banked) - 10.0
     left, taken = (
-        plan("slack", view(banked, structs.replace(each, num_rows=2000, ttft_s=ttft_s), tpot_s=0.4), latency)
+        plan("slack", near(banked, structs.replace(each, num_rows=2000, ttft_s=ttft_s)), latency)
         for each, ttft_s in ((relaxed, 50.0), (urgent, 6.0))
     )
     assert left.predicted_s <= deadline_s - AIMED * 0.4 + EPSILON
     assert deadline_s - AIMED * 0.4 < taken.predicted_s <= deadline_s + EPSILON
+
+
+def test_without_jobs_a_prompt_with_time_makes_requests_late_that_are_sure_to_catch_up():
+    """So that it decodes with them as soon as possible; no gap is noticed."""
+    latency, relaxed = make_latency(), prompt(rows=900, ttft_s=50.0)
+    begun = decoding(num_output=1, first_token_s=10.0, last_token_s=10.0, tpot_s=0.2, num_left=200, num_sure=200)
+
+    def predicted_s(seen: View) -> float:
+        made = plan("slack", seen, latency)
+        assert rows_of(made, "prefill")
+        return made.predicted_s
+
+    pace_s, longest_s = due_at_s(begun) - 10.0, predicted_s(view(begun, relaxed))
+    assert 2 * pace_s < longest_s <= MOST_GAP_TPOTS * 0.2 + EPSILON
+    unsure, ending = structs.replace(begun, num_sure=0), structs.replace(begun, num_left=5, num_sure=5)
+    unsure_s = predicted_s(view(unsure, relaxed))
+    assert pace_s < unsure_s < longest_s, "most answers have some tokens"
+    assert predicted_s(view(ending, relaxed)) < unsure_s, "which this one has not"
+    assert predicted_s(near(begun, relaxed)) <= pace_s + EPSILON, "they came near their TPOT lately"
+    assert predicted_s(view(begun, relaxed, job())) <= pace_s + EPSILON, "jobs want the time that they save"
 
 
 def test_prompts_ride_along_in_small_pieces_where_rows_are_dear():

@@ -33,8 +33,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
-from msgspec import structs
-
 from coserve.scheduling.building import PlanBuilder
 from coserve.scheduling.deadlines import AIMED, Deadlines, decode_deadlines, due_at_s, sure_by_s
 from coserve.scheduling.latency import LatencyModel
@@ -206,7 +204,8 @@ class Slack(Policy):
         prompts = [] if len(decoding) == len(requests) else [each for each in requests if each.num_rows > 1]
         due_s = {each.id: self.due_at_s(each) for each in prompts}
         most_share = max(MOST_SHARE, 1 - build.seconds / (self.max_gap_tpots * tpot_s))
-        is_near = view.need.tpot > EDGE
+        # Where no job wants the time that requests save, and they are far from their TPOT, prompts may have it.
+        is_free = not view.jobs and view.need.tpot <= EDGE
         share, piece, ordered = self._share_of_prompts(prompts, due_s, build.seconds, most_share, view, latency)
         deadlines = decode_deadlines(
             decoding,
@@ -216,7 +215,8 @@ class Slack(Policy):
             max_gap_tpots=self.max_gap_tpots,
             prompt_reserve_tpots=0.0 if share > URGENT_SHARE else 1.0,
             reserve_tpots=max(self.reserve_tpots, EDGE_RESERVE_TPOTS if nearness(view) > EDGE else 0.0),
-            is_near=is_near,
+            is_urgent=share > URGENT_SHARE,
+            is_free=is_free,
             jobs_share=jobs_share(view.need),
             margin=latency.corrections.margin,
         )
@@ -231,17 +231,17 @@ class Slack(Policy):
             budget_s = deadlines.prompts_s - view.now_s
             # At the very pace nobody would catch up.
             catch_up_s = (deadlines.catch_up_s - view.now_s) / (1 + latency.corrections.margin)
-            if is_near:
-                catch_up_s = min(build.seconds / (1 - min(share, most_share)), catch_up_s)
-            if share > URGENT_SHARE or not is_near:
+            if is_free:
                 budget_s = max(budget_s, catch_up_s)
+            elif share > URGENT_SHARE:
+                budget_s = max(budget_s, min(build.seconds / (1 - min(share, most_share)), catch_up_s))
             urgent = share > MOST_ARRIVAL_SHARE or not share
             all_in = build.prefill(ordered, budget_s, urgent=urgent) and not piece
         if all_in:
             # What is late already does not keep jobs from the step that ends it.
             first_s = min([each_s for each_s in due_s.values() if each_s > view.now_s], default=inf)
             first_s = sure_by_s(first_s, view.now_s, latency.corrections.margin)
-            deadlines = structs.replace(deadlines, jobs_s=min(deadlines.jobs_s, first_s))
+            deadlines = deadlines.with_jobs_until(first_s)
         return deadlines, all_in
 
     def _share_of_prompts(
