@@ -127,43 +127,104 @@ inline void pairs_by_column(const bf16* b, i64 rank, i64 columns, __m512i* out) 
     }
 }
 
-inline void from_narrow(const Rows<bf16>& all, const Piece<bf16>& piece) {
+// The sum of several vectors, neighbours first.
+template <int COUNT>
+inline __m512 sum_of(const __m512* x) {
+    if constexpr (COUNT == 1)
+        return *x;
+    else
+        return _mm512_add_ps(sum_of<COUNT / 2>(x), sum_of<COUNT / 2>(x + COUNT / 2));
+}
+
+// Of neighbouring lanes the sum, neighbours first, until one vector is left of COUNT.
+template <int COUNT>
+inline __m512 sum_of_lanes(__m512* x) {
+    if constexpr (COUNT == 1) {
+        return *x;
+    } else {
+#pragma GCC unroll 8
+        for (int i = 0; i < COUNT / 2; i++) {
+            const __m512i a = (__m512i)x[2 * i], b = (__m512i)x[2 * i + 1];
+            x[i] = _mm512_add_ps((__m512)evens(a, b), (__m512)odds(a, b));
+        }
+        return sum_of_lanes<COUNT / 2>(x);
+    }
+}
+
+// COUNT pairs as often as they fit into a vector.
+template <int COUNT>
+inline __m512i repeated(const bf16* pairs) {
+    if constexpr (COUNT == 16) return _mm512_loadu_si512(pairs);
+    if constexpr (COUNT == 8) return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)pairs));
+    if constexpr (COUNT == 4) return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)pairs));
+    if constexpr (COUNT == 2) return _mm512_broadcastq_epi64(_mm_loadl_epi64((const __m128i*)pairs));
+}
+
+// Columns of y += B (A x), by 16. next: is fetched. Each sum is of pairs, neighbours first, however it is made.
+inline void add_to_columns(bf16* y, __m512 sums, i64 columns) {
+    sums = _mm512_add_ps(sums, (__m512)load_first(y, columns));
+    _mm256_mask_storeu_epi16(y, (1u << columns) - 1, (__m256i)_mm512_cvtneps_pbh(sums));
+}
+
+// Of rank 2 COUNT.
+template <int COUNT>
+void from_narrow_pairs(const Rows<bf16>& all, const Piece<bf16>& piece) {
     const Site<bf16>& site = *piece.site;
-    const i64 rank = piece.factors->rank, end = std::min(piece.start + COLUMNS, site.outer);
-    __m512i* right = reinterpret_cast<__m512i*>(own_scratch.take(round_up(rank, 32) * 32));
+    const i64 rank = 2 * COUNT, end = std::min(piece.start + COLUMNS, site.outer);
     const bf16* next = piece.next;
+    const __m512i own = repeated<COUNT>(all.narrow + piece.first * all.width + piece.place);
     for (i64 column = piece.start; column < end; column += 16, next += 16 * rank) {
         const bf16* b = piece.factors->b + column * rank;
         const i64 columns = std::min<i64>(16, end - column);
-        for (i64 i = 0; i < 16 * rank; i += 32) _mm_prefetch(next + i, _MM_HINT_T0);
-        switch (rank) {
-            case 4:
-                pairs_by_column<2>(b, columns, right);
-                break;
-            case 8:
-                pairs_by_column<4>(b, columns, right);
-                break;
-            case 16:
-                pairs_by_column<8>(b, columns, right);
-                break;
-            case 32:
-                pairs_by_column<16>(b, columns, right);
-                break;
-            default:
-                pairs_by_column(b, rank, columns, right);
+#pragma GCC unroll 16
+        for (int i = 0; i < COUNT; i++) _mm_prefetch(next + 32 * i, _MM_HINT_T0);
+        if (piece.last - piece.first == 1) {  // lanes are added up sooner than turned
+            __m512 sums[COUNT];
+#pragma GCC unroll 16
+            for (int i = 0; i < COUNT; i++)
+                sums[i] = add_products(_mm512_setzero_ps(), load_elements(b + 32 * i, rank * columns - 32 * i), own);
+            add_to_columns(site.y + all.rows[piece.first] * site.step + column, sum_of_lanes<COUNT>(sums), columns);
+            continue;
         }
-        const __mmask16 which = (1u << columns) - 1;
+        __m512i right[COUNT];
+        pairs_by_column<COUNT>(b, columns, right);
         for (i64 row = piece.first; row < piece.last; row++) {
             const bf16* left = all.narrow + row * all.width + piece.place;
-            __m512 total = _mm512_setzero_ps();
+            __m512 sums[COUNT];
+#pragma GCC unroll 16
+            for (int i = 0; i < COUNT; i++) {
+                int32_t pair;
+                std::memcpy(&pair, left + 2 * i, sizeof pair);
+                sums[i] = add_products(_mm512_setzero_ps(), right[i], _mm512_set1_epi32(pair));
+            }
+            add_to_columns(site.y + all.rows[row] * site.step + column, sum_of<COUNT>(sums), columns);
+        }
+    }
+}
+
+inline void from_narrow(const Rows<bf16>& all, const Piece<bf16>& piece) {
+    const i64 rank = piece.factors->rank;
+    if (rank == 4) return from_narrow_pairs<2>(all, piece);
+    if (rank == 8) return from_narrow_pairs<4>(all, piece);
+    if (rank == 16) return from_narrow_pairs<8>(all, piece);
+    if (rank == 32) return from_narrow_pairs<16>(all, piece);
+    const Site<bf16>& site = *piece.site;
+    const i64 end = std::min(piece.start + COLUMNS, site.outer);
+    __m512i* right = reinterpret_cast<__m512i*>(own_scratch.take(round_up(rank, 32) * 32));
+    const bf16* next = piece.next;
+    for (i64 column = piece.start; column < end; column += 16, next += 16 * rank) {
+        const i64 columns = std::min<i64>(16, end - column);
+        for (i64 i = 0; i < 16 * rank; i += 32) _mm_prefetch(next + i, _MM_HINT_T0);
+        pairs_by_column(piece.factors->b + column * rank, rank, columns, right);
+        for (i64 row = piece.first; row < piece.last; row++) {
+            const bf16* left = all.narrow + row * all.width + piece.place;
+            __m512 sums = _mm512_setzero_ps();
             for (i64 j = 0; j < rank; j += 2) {
                 int32_t pair;
                 std::memcpy(&pair, left + j, sizeof pair);
-                total = add_products(total, right[j / 2], _mm512_set1_epi32(pair));
+                sums = add_products(sums, right[j / 2], _mm512_set1_epi32(pair));
             }
-            bf16* y = site.y + all.rows[row] * site.step + column;
-            total = _mm512_add_ps(total, (__m512)load_first(y, columns));
-            _mm256_mask_storeu_epi16(y, which, (__m256i)_mm512_cvtneps_pbh(total));
+            add_to_columns(site.y + all.rows[row] * site.step + column, sums, columns);
         }
     }
 }
