@@ -29,21 +29,23 @@ SURE_MARGINS = 1.5
 # For urgent prompts a request may be late by this share of what it could catch up over all tokens that may still come.
 URGENT_CATCH_UP_SHARE = 0.1
 # Where nobody else wants the time that requests save it may be late for any prompt, by this share of what it catches up
-# over the tokens that it is sure to have: at least this many, since most answers are no shorter.
-FREE_CATCH_UP_SHARE, LEAST_SURE_TOKENS = 0.3, 16
+# over the tokens that are sure to come: up to the second number of all, since most answers are no shorter.
+FREE_CATCH_UP_SHARE, LEAST_ANSWER_TOKENS = 0.3, 16
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Of requests that decode; inf without any.
 
-    prompts_s: until when prompts may take time so that nobody is late. jobs_s: until when jobs may. catch_up_s: until
-    when prompts may so that each has its next token at the pace of its SLO, or can catch up later. extra_s: the most
+    prompts_s: until when prompts may take time. jobs_s: until when jobs may. urgent_s: until when urgent prompts may:
+    each has its next token at the pace of its SLO, or can catch up later. free_s: until when any prompts may, where
+    nobody else wants the time that requests save: likewise, but that each is sure to catch up. extra_s: the most
     seconds that jobs may still take from any of them.
     """
 
     prompts_s: float = inf
     jobs_s: float = inf
-    catch_up_s: float = inf
+    urgent_s: float = inf
+    free_s: float = inf
     extra_s: float = inf
 
     def with_jobs_until(self, seconds: float) -> "Deadlines":
@@ -74,8 +76,6 @@ def decode_deadlines(
     max_gap_tpots: float,
     prompt_reserve_tpots: float,
     reserve_tpots: float,
-    is_urgent: bool = False,
-    is_free: bool = False,
     jobs_share: float = inf,
     margin: float = 0.0,
 ) -> Deadlines:
@@ -87,7 +87,6 @@ def decode_deadlines(
         decode_s: what a step of all of them takes.
         lost_tpot_s: the pace of lost causes.
         prompt_reserve_tpots, reserve_tpots: what prompts and jobs leave in every bank.
-        is_urgent: whether prompts are. is_free: whether nobody else wants the time that requests save.
         jobs_share: of a request's time per token, what jobs may take in all.
         margin: by which share a step may take longer than predicted. The next steps make up for what one was late by,
             so it counts against the whole bank alone: that a step takes longer must not miss the SLO even if its token
@@ -95,7 +94,7 @@ def decode_deadlines(
     """
     if not requests:
         return Deadlines()
-    prompts_s = jobs_s = gap_s = catch_up_s = extra_s = missed_s = inf
+    prompts_s = jobs_s = gap_s = urgent_s = free_s = extra_s = missed_s = inf
     end_s, limited = now_s + decode_s, jobs_share < inf
     lost_pace_s = max(lost_tpot_s, LOST_STRETCH * decode_s)
     most_kept_tpots = max(prompt_reserve_tpots, reserve_tpots)
@@ -110,7 +109,7 @@ def decode_deadlines(
                 due_s = last_s + lost_pace_s
             else:
                 missed_s = min(missed_s, due_s)
-            prompts_s, jobs_s, catch_up_s = min(prompts_s, due_s), min(jobs_s, due_s), min(catch_up_s, due_s)
+            prompts_s, jobs_s, free_s = min(prompts_s, due_s), min(jobs_s, due_s), min(free_s, due_s)
             continue
         banked_s = first_s + num_output * tpot_s
         if end_s > banked_s and end_s - banked_s > (tpot_s - decode_s) * (request.num_left - 1):
@@ -119,7 +118,7 @@ def decode_deadlines(
                 prompts_s = lost_s
             if lost_s < jobs_s:
                 jobs_s = lost_s
-            catch_up_s = min(catch_up_s, max(lost_s, last_s + max_gap_tpots * tpot_s))
+            free_s = min(free_s, max(lost_s, last_s + max_gap_tpots * tpot_s))
             continue
         due_s = first_s + num_output * asked_s
         if due_s < missed_s:
@@ -133,17 +132,21 @@ def decode_deadlines(
             continue  # a gap would be noticed before anything else is due, as with most requests that have a bank
         kept_s = tpot_s if num_output >= RESERVE_TOKENS else tpot_s * num_output / RESERVE_TOKENS
         next_s = last_s + tpot_s
-        late_tokens = URGENT_CATCH_UP_SHARE * (request.num_left - 1) if is_urgent else 0.0
-        if is_free:
-            sure = request.num_sure if request.num_sure > LEAST_SURE_TOKENS else LEAST_SURE_TOKENS
-            sure = request.num_left if request.num_left < sure else sure
-            sure_tokens = FREE_CATCH_UP_SHARE * (sure - 1)
-            late_tokens = sure_tokens if sure_tokens > late_tokens else late_tokens
-        due_s = banked_s + late_tokens * (tpot_s - decode_s)
+        num_sure, num_later = request.num_sure, request.num_left - 1
+        if num_sure < LEAST_ANSWER_TOKENS - num_output:
+            num_sure = LEAST_ANSWER_TOKENS - num_output
+        if num_sure > num_later:
+            num_sure = num_later
+        due_s = banked_s + FREE_CATCH_UP_SHARE * (tpot_s - decode_s) * num_sure if num_sure > 0 else banked_s
         if due_s < next_s:
             due_s = next_s
-        if due_s < catch_up_s:
-            catch_up_s = due_s
+        if due_s < free_s:
+            free_s = due_s
+        due_s = banked_s + URGENT_CATCH_UP_SHARE * (tpot_s - decode_s) * num_later
+        if due_s < next_s:
+            due_s = next_s
+        if due_s < urgent_s:
+            urgent_s = due_s
         if next_s > banked_s:
             next_s = banked_s
         due_s = banked_s - prompt_reserve_tpots * kept_s
@@ -160,6 +163,7 @@ def decode_deadlines(
     return Deadlines(
         prompts_s=min(prompts_s, gap_s, sure_s),
         jobs_s=min(jobs_s, gap_s, sure_s),
-        catch_up_s=min(catch_up_s, gap_s),
+        urgent_s=min(urgent_s, gap_s),
+        free_s=min(free_s, gap_s),
         extra_s=max(0.0, extra_s),
     )

@@ -25,10 +25,10 @@ class RequestView(msgspec.Struct, frozen=True, gc=False):
     theirs (with admission, if it waits). num_held: pages that it has, which come back when it is preempted. draws:
     whether its tokens are drawn, not the likeliest. is_masked: whether only some tokens may come, by its grammar.
     num_scored: rows whose next token is scored, as prompt log-probabilities are. may_start: False while it waits for a
-    sequence with the same prompt. num_left: tokens that may still come at most. num_sure: those that come in any case.
-    jobs_s: seconds that work of jobs, and batch work, has taken since its first token; before that, since it came.
-    priority: the lowest goes first. batch_due_s: of batch work, when it should be done; None: of a request that
-    somebody waits for. Times in seconds of the engine's clock.
+    sequence with the same prompt. num_left: tokens that may still come at most. num_sure: those that will in any
+    case; none below 0. jobs_s: seconds that work of jobs, and batch work, has taken since its first token; before that,
+    since it came. priority: the lowest goes first. batch_due_s: of batch work, when it should be done; None: of a
+    request that somebody waits for. Times in seconds of the engine's clock.
     """
 
     id: str

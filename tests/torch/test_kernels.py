@@ -267,6 +267,28 @@ def test_adapters_add_to_their_own_rows_in_one_call(backend, dtype, threads, inn
 
 
 @each_backend
+@pytest.mark.parametrize("rank", [4, 8, 16, 32, 6])
+def test_a_row_gets_the_same_of_an_adapter_that_others_have_too(backend, rank):
+    """To the last bit, also where what was there and what is added nearly cancel out."""
+    torch.manual_seed(0)
+    num_rows, x = 4, torch.randn(4, 64).bfloat16()
+    a, b = torch.randn(rank, 64).bfloat16(), torch.randn(2000, rank).bfloat16()
+    adapter = LowRankAdapter([LowRank(a=a, b=b, scale=0.7)])
+
+    def added(given: torch.Tensor, groups: list[list[int]]) -> torch.Tensor:
+        y = given.clone()
+        backend.add_adapters(x, [y], 0, AdapterBatch([adapter] * len(groups), groups, DEVICE))
+        return y
+
+    all_rows = [list(range(num_rows))]
+    given = -added(torch.zeros(num_rows, 2000).bfloat16(), all_rows)
+    alone = added(given, [[row] for row in range(num_rows)])
+    if type(backend) is not PlainBackend:
+        assert torch.equal(added(given, all_rows), alone)
+    torch.testing.assert_close(alone.float(), torch.zeros(num_rows, 2000), atol=2e-2 * given.abs().max().item(), rtol=0)
+
+
+@each_backend
 @each_dtype
 @pytest.mark.parametrize("biased", [(), (0, 1, 2), (1,)])
 @pytest.mark.parametrize("kind", [DenseWeight, Int8Weight.quantised])

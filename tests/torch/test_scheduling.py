@@ -625,10 +625,10 @@ def test_an_urgent_prompt_makes_late_who_can_catch_up_and_nobody_else():
     latency, timely = make_latency(), decoding(num_output=6, first_token_s=7.93, last_token_s=9.9, num_left=1)
     ttft_s = 1.1 * (latency.prompt_s(1000) / 0.78 + latency.decode_s(num_requests=1, context=100))
     urgent = prompt(rows=1000, ttft_s=ttft_s)
-    made = plan("slack", view(timely, urgent), latency)
+    made = plan("slack", near(timely, urgent), latency)
     assert rows_of(made, "prefill")["p"] > LEAST_PREFILL_ROWS
     assert made.predicted_s <= due_at_s(timely) - 10.0 + EPSILON
-    more = plan("slack", view(structs.replace(timely, num_left=100), urgent), latency)
+    more = plan("slack", near(structs.replace(timely, num_left=100), urgent), latency)
     assert rows_of(more, "prefill")["p"] > rows_of(made, "prefill")["p"]
 
 
@@ -843,12 +843,16 @@ def test_without_jobs_a_prompt_with_time_makes_requests_late_that_are_sure_to_ca
 
     pace_s, longest_s = due_at_s(begun) - 10.0, predicted_s(view(begun, relaxed))
     assert 2 * pace_s < longest_s <= MOST_GAP_TPOTS * 0.2 + EPSILON
-    unsure, ending = structs.replace(begun, num_sure=0), structs.replace(begun, num_left=5, num_sure=5)
+    unsure, ending = structs.replace(begun, num_sure=-1), structs.replace(begun, num_left=5, num_sure=5)
     unsure_s = predicted_s(view(unsure, relaxed))
     assert pace_s < unsure_s < longest_s, "most answers have some tokens"
     assert predicted_s(view(ending, relaxed)) < unsure_s, "which this one has not"
+    grown = structs.replace(unsure, num_output=40, first_token_s=10 - 39 * 0.2)
+    assert predicted_s(view(grown, relaxed)) <= pace_s + EPSILON, "it may end with any token"
     assert predicted_s(near(begun, relaxed)) <= pace_s + EPSILON, "they came near their TPOT lately"
     assert predicted_s(view(begun, relaxed, job())) <= pace_s + EPSILON, "jobs want the time that they save"
+    idle = make_policy("inference-only").plan(view(begun, relaxed, job()), latency)
+    assert idle.predicted_s == longest_s, "jobs that do not run want nothing"
 
 
 def test_prompts_ride_along_in_small_pieces_where_rows_are_dear():

@@ -127,13 +127,17 @@ inline void pairs_by_column(const bf16* b, i64 rank, i64 columns, __m512i* out) 
     }
 }
 
+// Of two vectors, in the order that is written: of `+`, and of what stands for it, GCC may choose another
+// (-fassociative-math), and one row of an adapter would come out otherwise than several.
+inline __m512 sum_of_two(__m512 a, __m512 b) { return _mm512_add_round_ps(a, b, _MM_FROUND_CUR_DIRECTION); }
+
 // The sum of several vectors, neighbours first.
 template <int COUNT>
 inline __m512 sum_of(const __m512* x) {
     if constexpr (COUNT == 1)
         return *x;
     else
-        return _mm512_add_ps(sum_of<COUNT / 2>(x), sum_of<COUNT / 2>(x + COUNT / 2));
+        return sum_of_two(sum_of<COUNT / 2>(x), sum_of<COUNT / 2>(x + COUNT / 2));
 }
 
 // Of neighbouring lanes the sum, neighbours first, until one vector is left of COUNT.
@@ -145,7 +149,7 @@ inline __m512 sum_of_lanes(__m512* x) {
 #pragma GCC unroll 8
         for (int i = 0; i < COUNT / 2; i++) {
             const __m512i a = (__m512i)x[2 * i], b = (__m512i)x[2 * i + 1];
-            x[i] = _mm512_add_ps((__m512)evens(a, b), (__m512)odds(a, b));
+            x[i] = sum_of_two((__m512)evens(a, b), (__m512)odds(a, b));
         }
         return sum_of_lanes<COUNT / 2>(x);
     }

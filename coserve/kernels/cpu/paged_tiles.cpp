@@ -232,7 +232,7 @@ class Worker {
             }
         const int heads = int(end_ - first_), products = padded_ / KEYS * heads * width_ / 32;
         const int units = products * PRODUCT_UNITS + padded_ / 2 * WEIGHT_UNITS +
-                          heads * (padded_ / 2 * PAIR_UNITS + padded_ / PART * (width_ + 32) / 64 * 2 * VALUE_UNITS);
+                          heads * (padded_ / 2 * PAIR_UNITS + padded_ / PART * ((width_ + 32) / 64) * 2 * VALUE_UNITS);
         row_units_ = std::max(1, units / (2 * chunk->num_keys));
     }
 

@@ -42,9 +42,9 @@ from coserve.scheduling.pieces import WHOLE_STRETCH
 from coserve.scheduling.plan import JobView, NeedView, Plan, RequestView, View
 from coserve.scheduling.policies.base import Policy, setting
 
-# Prompts leave one TPOT in every bank as long as they need less than this share of the time to be in time; then they
-# take the share that they need, though requests be late meanwhile that can catch up. Prompts that would need more than
-# the second share, and than what leaves no gap that is noticed, can't be in time beside requests that decode.
+# Beside jobs, prompts leave one TPOT in every bank as long as they need less than this share of the time to be in time;
+# then they take the share that they need, though requests be late meanwhile that can catch up. Prompts that would need
+# more than the second share, and than what leaves no gap that is noticed, can't be in time beside requests that decode.
 URGENT_SHARE, MOST_SHARE = 1 / 3, 0.8
 # A step of two TPOTs is always allowed, up to this share of the TTFT SLO: on a slow device nothing would fit otherwise.
 MOST_ARRIVAL_SHARE = 0.5
@@ -130,7 +130,7 @@ class Slack(Policy):
             memory.take_turns(self.turns(view))
         build = PlanBuilder(view, latency, memory)
         tpot_s = tightest_tpot_s(view, memory.requests)
-        deadlines, all_in = self._serve(build, memory.requests, view, latency, tpot_s)
+        deadlines, all_in = self._serve(build, memory, view, latency, tpot_s, tunes=tunes)
         until_s, most_s = 0.0, inf
         if all_in and (tunes or memory.batch):
             until_s, most_s = self._until_s(build, deadlines, memory, view, latency, tpot_s)
@@ -192,20 +192,16 @@ class Slack(Policy):
     # -- requests -------------------------------------------------------------------
 
     def _serve(
-        self, build: PlanBuilder, requests: Sequence[RequestView], view: View, latency: LatencyModel, tpot_s: float
+        self, build: PlanBuilder, memory: MemoryPlan, view: View, latency: LatencyModel, tpot_s: float, *, tunes: bool
     ) -> tuple[Deadlines, bool]:
-        """Rows of requests; tpot_s: the tightest SLO of these. Returns when those that decode are due, and whether all
-        prompts are in.
-        """
-        if not requests:
+        """Rows of requests. Returns when decoding ones are due, and whether all prompts are in; see `_until_s`."""
+        if not (requests := memory.requests):
             return Deadlines(), True
         decoding = [request for request in requests if request.num_rows == 1]
         build.decode(decoding)
         prompts = [] if len(decoding) == len(requests) else [each for each in requests if each.num_rows > 1]
         due_s = {each.id: self.due_at_s(each) for each in prompts}
         most_share = max(MOST_SHARE, 1 - build.seconds / (self.max_gap_tpots * tpot_s))
-        # Where no job wants the time that requests save, and they are far from their TPOT, prompts may have it.
-        is_free = not view.jobs and view.need.tpot <= EDGE
         share, piece, ordered = self._share_of_prompts(prompts, due_s, build.seconds, most_share, view, latency)
         deadlines = decode_deadlines(
             decoding,
@@ -215,8 +211,6 @@ class Slack(Policy):
             max_gap_tpots=self.max_gap_tpots,
             prompt_reserve_tpots=0.0 if share > URGENT_SHARE else 1.0,
             reserve_tpots=max(self.reserve_tpots, EDGE_RESERVE_TPOTS if nearness(view) > EDGE else 0.0),
-            is_urgent=share > URGENT_SHARE,
-            is_free=is_free,
             jobs_share=jobs_share(view.need),
             margin=latency.corrections.margin,
         )
@@ -229,12 +223,12 @@ class Slack(Policy):
         else:
             build.prefill(piece, 0.0, urgent=True)
             budget_s = deadlines.prompts_s - view.now_s
-            # At the very pace nobody would catch up.
-            catch_up_s = (deadlines.catch_up_s - view.now_s) / (1 + latency.corrections.margin)
-            if is_free:
-                budget_s = max(budget_s, catch_up_s)
-            elif share > URGENT_SHARE:
-                budget_s = max(budget_s, min(build.seconds / (1 - min(share, most_share)), catch_up_s))
+            if share > URGENT_SHARE:
+                # At the very pace nobody would catch up.
+                urgent_s = (deadlines.urgent_s - view.now_s) / (1 + latency.corrections.margin)
+                budget_s = max(budget_s, min(build.seconds / (1 - min(share, most_share)), urgent_s))
+            if not (tunes or memory.batch) and _are_far(view.need):
+                budget_s = max(budget_s, (deadlines.free_s - view.now_s) / (1 + latency.corrections.margin))
             urgent = share > MOST_ARRIVAL_SHARE or not share
             all_in = build.prefill(ordered, budget_s, urgent=urgent) and not piece
         if all_in:
@@ -305,6 +299,11 @@ class Slack(Policy):
 def nearness(view: View) -> float:
     """How near recent requests came to one of their SLOs by themselves; 1: just held."""
     return max(view.need.ttft, view.need.tpot)
+
+
+def _are_far(need: NeedView) -> bool:
+    """Whether requests are known to need little of their TPOT, or none has been seen."""
+    return need.tpot <= EDGE if need.tpot else not need.known
 
 
 def tightest_tpot_s(view: View, requests: Sequence[RequestView]) -> float:
