@@ -851,6 +851,10 @@ def test_without_jobs_a_prompt_with_time_makes_requests_late_that_are_sure_to_ca
     assert predicted_s(view(grown, relaxed)) <= pace_s + EPSILON, "it may end with any token"
     assert predicted_s(near(begun, relaxed)) <= pace_s + EPSILON, "they came near their TPOT lately"
     assert predicted_s(view(begun, relaxed, job())) <= pace_s + EPSILON, "jobs want the time that they save"
+    batch = structs.replace(begun, id="b", batch_due_s=1000.0, ttft_s=1000.0, tpot_s=1000.0)
+    alone = rows_of(plan("slack", view(begun, relaxed), latency), "prefill")["p"]
+    beside = rows_of(plan("slack", structs.replace(view(begun, relaxed), batch=(batch,)), latency), "prefill")["p"]
+    assert beside < alone / 2, "batch work wants it"
     idle = make_policy("inference-only").plan(view(begun, relaxed, job()), latency)
     assert idle.predicted_s == longest_s, "jobs that do not run want nothing"
 
