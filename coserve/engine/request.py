@@ -105,7 +105,7 @@ class Request:
         self._may_forbid = params.min_tokens > 0 or bool(params.bad_words)
         self._end_tokens = end_tokens
         self._stop_tokens = end_tokens | set(params.stop_token_ids)
-        # Stop strings are for others to find, mostly, who have not told.
+        # A server looks for stop strings itself and leaves them out of `params`: such a request may end all the same.
         may_end = not params.ignore_eos or params.stop_token_ids or params.stop or params.grammar
         self._num_sure = params.min_tokens if may_end else params.max_tokens
         self._text = text

@@ -21,7 +21,7 @@ from engines import (
     word_tokenizer,
 )
 from lengths import long_but
-from random_plans import random_policy
+from random_plans import PlannedBy, random_policy
 from support import CONFIGS, FAMILIES, VOCAB, make_backbone, random_tokens
 
 from coserve.adapters import Adapter, LoraConfig
@@ -801,3 +801,26 @@ def test_a_request_that_the_policy_never_runs_is_not_waited_for_for_ever():
     with pytest.raises(RequestError, match=message):
         list(engine.stream(prompts_of((9,))[0], greedy()))
     assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize(
+    ("named", "num_sure"),
+    [
+        ({"ignore_eos": True}, 8),
+        ({}, 0),
+        ({"min_tokens": 3}, 3),
+        ({"ignore_eos": True, "min_tokens": 3, "stop_token_ids": (VOCAB - 1,)}, 3),
+    ],
+)
+def test_a_policy_is_told_how_many_tokens_are_sure_to_come(named, num_sure):
+    engine, seen = make_engine(), list[int]()
+    policy = engine.policy
+
+    def watch(view, latency):
+        seen.extend(request.num_sure + request.num_output for request in (*view.waiting, *view.requests))
+        return policy.plan(view, latency)
+
+    engine.policy = PlannedBy(function=watch)
+    engine.add(prompts_of((5,))[0], greedy(8, **named))
+    drain(engine)
+    assert len(seen) > 3 and set(seen) == {num_sure}

@@ -164,13 +164,13 @@ inline __m512i repeated(const bf16* pairs) {
     if constexpr (COUNT == 2) return _mm512_broadcastq_epi64(_mm_loadl_epi64((const __m128i*)pairs));
 }
 
-// Columns of y += B (A x), by 16. next: is fetched. Each sum is of pairs, neighbours first, however it is made.
+// Up to 16 columns of a row of y.
 inline void add_to_columns(bf16* y, __m512 sums, i64 columns) {
     sums = _mm512_add_ps(sums, (__m512)load_first(y, columns));
     _mm256_mask_storeu_epi16(y, (1u << columns) - 1, (__m256i)_mm512_cvtneps_pbh(sums));
 }
 
-// Of rank 2 COUNT.
+// Columns of y += B (A x), of rank 2 COUNT. Sums are made of pairs, neighbours first, whether of one row or of several.
 template <int COUNT>
 void from_narrow_pairs(const Rows<bf16>& all, const Piece<bf16>& piece) {
     const Site<bf16>& site = *piece.site;

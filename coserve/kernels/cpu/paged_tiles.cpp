@@ -196,9 +196,9 @@ class Worker {
     // By 32 keys and 16 elements of their values: pairs of keys, zeros after the last.
     void pair_values(const Chunk& chunk, i64 head) {
         const i64 step = p_.row_width();
-        __m512i places = interleaved(_mm512_inserti64x4(_mm512_castsi256_si512(count_up()),
-                                                        _mm256_add_epi16(count_up(), _mm256_set1_epi16(32)), 1));
-        const __m512i low = places, high = _mm512_add_epi16(places, _mm512_set1_epi16(16));
+        const __m512i low = interleaved(_mm512_inserti64x4(_mm512_castsi256_si512(count_up()),
+                                                           _mm256_add_epi16(count_up(), _mm256_set1_epi16(32)), 1));
+        const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
         for (int key = 0; key < padded_; key += KEYS) {
             const int count = chunk.num_keys - key;
             const bf16* rows =

@@ -42,9 +42,10 @@ from coserve.scheduling.pieces import WHOLE_STRETCH
 from coserve.scheduling.plan import JobView, NeedView, Plan, RequestView, View
 from coserve.scheduling.policies.base import Policy, setting
 
-# Beside jobs, prompts leave one TPOT in every bank as long as they need less than this share of the time to be in time;
-# then they take the share that they need, though requests be late meanwhile that can catch up. Prompts that would need
-# more than the second share, and than what leaves no gap that is noticed, can't be in time beside requests that decode.
+# Where others want the time that requests save, prompts leave one TPOT in every bank as long as they need less than
+# this share of the time to be in time; then they take the share that they need, though requests be late meanwhile that
+# can catch up. Prompts that would need more than the second share, and than what leaves no gap that is noticed, can't
+# be in time beside requests that decode.
 URGENT_SHARE, MOST_SHARE = 1 / 3, 0.8
 # A step of two TPOTs is always allowed, up to this share of the TTFT SLO: on a slow device nothing would fit otherwise.
 MOST_ARRIVAL_SHARE = 0.5
@@ -194,7 +195,7 @@ class Slack(Policy):
     def _serve(
         self, build: PlanBuilder, memory: MemoryPlan, view: View, latency: LatencyModel, tpot_s: float, *, tunes: bool
     ) -> tuple[Deadlines, bool]:
-        """Rows of requests. Returns when decoding ones are due, and whether all prompts are in; see `_until_s`."""
+        """Rows of requests, beside jobs or not. Returns when decoding ones are due, and whether all prompts are in."""
         if not (requests := memory.requests):
             return Deadlines(), True
         decoding = [request for request in requests if request.num_rows == 1]
