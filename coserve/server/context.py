@@ -16,6 +16,7 @@ from coserve.jobs.trackers import Trackers
 from coserve.scheduling.slo import Slo
 from coserve.server.adapters import AdapterCatalogue, LoadedAdapters, find_adapter
 from coserve.server.admission import Admission
+from coserve.server.archives import Merging
 from coserve.server.background import BackgroundRuns
 from coserve.server.batch_runner import BatchRunner
 from coserve.server.bodies import BodyReader
@@ -51,6 +52,7 @@ class ServerContext:
     ledger: Ledger = field(default_factory=Ledger)
     bodies: BodyReader = field(default_factory=BodyReader)
     runs: BackgroundRuns = field(default_factory=BackgroundRuns)
+    merging: Merging = field(default_factory=Merging)
     tracing: Tracing | None = None
     batch_runner: BatchRunner | None = None
     trackers: Trackers | None = None

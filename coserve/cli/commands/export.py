@@ -14,6 +14,9 @@ from coserve.cli.at_rest import Database, Home
 from coserve.cli.connection import Json
 from coserve.cli.finished import find_finished
 
+# Bytes of a model in float32 over those of its files, which mostly are in bfloat16.
+_FLOAT32_TIMES = 2
+
 
 def export(
     name: Annotated[
@@ -48,6 +51,7 @@ def export(
 
             if (named := model or base) is None:
                 raise AdapterError("--merge needs the base model: say --model MODEL")
+            _check_memory(named)
             export_merged(named, found, part)
         else:
             for file in (CONFIG_FILE, WEIGHTS_FILE):
@@ -57,6 +61,26 @@ def export(
         if as_json
         else f"{directory}: {name} written"
     )
+
+
+def _check_memory(model: str) -> None:
+    """Raise AdapterTooLargeError if a model's weights in float32 do not fit into the free memory."""
+    import torch
+
+    from coserve.devices.process_memory import available_bytes
+    from coserve.errors import AdapterTooLargeError
+    from coserve.models.files import weight_files
+    from coserve.models.source import find_model
+
+    directory = find_model(model).directory
+    if directory is None:  # refused later, with the reason
+        return
+    needed_bytes = _FLOAT32_TIMES * sum(path.stat().st_size for path in weight_files(directory))
+    free_bytes = available_bytes(torch.device("cpu"))
+    if needed_bytes > free_bytes:
+        raise AdapterTooLargeError(
+            f"merging takes about {needed_bytes / 1e9:.1f} GB of memory, and {free_bytes / 1e9:.1f} GB are free"
+        )
 
 
 @contextmanager

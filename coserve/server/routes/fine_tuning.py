@@ -25,12 +25,12 @@ from coserve.server.responses import json_response
 
 router = APIRouter(route_class=JsonRoute)
 
-_JOBS = "/v1/fine_tuning/jobs"
+JOBS = "/v1/fine_tuning/jobs"
 # How many a page may have.
 _Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
-@router.post(_JOBS)
+@router.post(JOBS)
 async def create_job(body: CreateJobBody, context: Context, tenant: Tenant) -> Response:
     """A new job."""
     base, start, settings = await run_in_threadpool(read_job_request, body, context, tenant)
@@ -49,7 +49,7 @@ async def create_job(body: CreateJobBody, context: Context, tenant: Tenant) -> R
     return json_response(await run_in_threadpool(job_json, context, job))
 
 
-@router.get(_JOBS)
+@router.get(JOBS)
 def list_jobs(
     request: Request, context: Context, tenant: Tenant, after: str | None = None, limit: _Limit = 20
 ) -> Response:
@@ -68,70 +68,70 @@ def list_jobs(
     return _page(page, jobs_json(context, page.items))
 
 
-@router.get(_JOBS + "/{job_id}")
+@router.get(JOBS + "/{job_id}")
 def retrieve_job(job_id: str, context: Context, tenant: Tenant) -> Response:
     """One of them."""
-    return json_response(job_json(context, _find(context, tenant, job_id)))
+    return json_response(job_json(context, find_job(context, tenant, job_id)))
 
 
-@router.post(_JOBS + "/{job_id}/cancel")
+@router.post(JOBS + "/{job_id}/cancel")
 async def cancel_job(job_id: str, context: Context, tenant: Tenant) -> Response:
     """End it at once."""
     return await _changed(context.jobs.cancel, job_id, context, tenant)
 
 
-@router.post(_JOBS + "/{job_id}/pause")
+@router.post(JOBS + "/{job_id}/pause")
 async def pause_job(job_id: str, context: Context, tenant: Tenant) -> Response:
     """Let it rest where it is."""
     return await _changed(context.jobs.pause, job_id, context, tenant)
 
 
-@router.post(_JOBS + "/{job_id}/resume")
+@router.post(JOBS + "/{job_id}/resume")
 async def resume_job(job_id: str, context: Context, tenant: Tenant) -> Response:
     """The inverse."""
     return await _changed(context.jobs.resume, job_id, context, tenant)
 
 
-@router.get(_JOBS + "/{job_id}/events")
+@router.get(JOBS + "/{job_id}/events")
 def list_events(
     job_id: str, context: Context, tenant: Tenant, after: str | None = None, limit: _Limit = 20
 ) -> Response:
     """Its events, the newest first."""
-    _find(context, tenant, job_id)
+    find_job(context, tenant, job_id)
     with context.jobs.store.read() as transaction:
         page = transaction.events(tenant, job_id, after=after, limit=limit)
     return _page(page, [event_json(event) for event in page.items])
 
 
-@router.get(_JOBS + "/{job_id}/checkpoints")
+@router.get(JOBS + "/{job_id}/checkpoints")
 def list_checkpoints(
     job_id: str, context: Context, tenant: Tenant, after: str | None = None, limit: _Limit = 10
 ) -> Response:
     """Its checkpoints, the newest first."""
-    _find(context, tenant, job_id)
+    find_job(context, tenant, job_id)
     with context.jobs.store.read() as transaction:
         page = transaction.checkpoints(tenant, job_id, after=after, limit=limit)
         data = [checkpoint_json(each, transaction.metrics(job_id, step=each.step)) for each in page.items]
     return _page(page, data)
 
 
-@router.get(_JOBS + "/{job_id}/adapter")
+@router.get(JOBS + "/{job_id}/adapter")
 def list_adapter_files(
     job_id: str, context: Context, tenant: Tenant, step: Annotated[int, Query(ge=0)] | None = None
 ) -> Response:
     """The files of the adapter that it has made, in PEFT's format; step: of a checkpoint (default: the newest)."""
-    directory = _adapter_directory(context, _find(context, tenant, job_id), step)
-    data = [{"name": path.name, "bytes": path.stat().st_size} for path in sorted(_adapter_files(directory))]
+    directory = adapter_directory(context, find_job(context, tenant, job_id), step)
+    data = [{"name": path.name, "bytes": path.stat().st_size} for path in sorted(adapter_files(directory))]
     return json_response({"object": "list", "data": data})
 
 
-@router.get(_JOBS + "/{job_id}/adapter/{name}")
+@router.get(JOBS + "/{job_id}/adapter/{name}")
 def retrieve_adapter_file(
     job_id: str, name: str, context: Context, tenant: Tenant, step: Annotated[int, Query(ge=0)] | None = None
 ) -> Response:
     """One of these."""
-    directory = _adapter_directory(context, _find(context, tenant, job_id), step)
-    found = [path for path in _adapter_files(directory) if path.name == name]
+    directory = adapter_directory(context, find_job(context, tenant, job_id), step)
+    found = [path for path in adapter_files(directory) if path.name == name]
     if not found:
         raise not_found(f"The adapter has no file {name!r}", param="name")
     return FileResponse(found[0], media_type="application/octet-stream")
@@ -155,12 +155,13 @@ async def delete_model(model: str, context: Context, tenant: Tenant) -> Response
 async def _changed(
     change: Callable[[str, str], Awaitable[JobRecord]], id: str, context: ServerContext, tenant: str
 ) -> Response:
-    await run_in_threadpool(_find, context, tenant, id)
+    await run_in_threadpool(find_job, context, tenant, id)
     job = await change(tenant, id)
     return json_response(await run_in_threadpool(job_json, context, job))
 
 
-def _find(context: ServerContext, tenant: str, id: str) -> JobRecord:
+def find_job(context: ServerContext, tenant: str, id: str) -> JobRecord:
+    """Return a tenant's job; ApiError if it has none of this id. Blocks."""
     with context.jobs.store.read() as transaction:
         job = transaction.job(tenant, id)
     if job is None:
@@ -168,8 +169,8 @@ def _find(context: ServerContext, tenant: str, id: str) -> JobRecord:
     return job
 
 
-def _adapter_directory(context: ServerContext, job: JobRecord, step: int | None) -> Path:
-    """Of its checkpoint after a step, or of the newest."""
+def adapter_directory(context: ServerContext, job: JobRecord, step: int | None) -> Path:
+    """Return the directory of a job's checkpoint after a step, or of the newest; ApiError without one. Blocks."""
     with context.jobs.store.read() as transaction:
         listed = [each for each in transaction.all_checkpoints(job.id) if each.listed and step in (None, each.step)]
     if not listed:
@@ -180,8 +181,8 @@ def _adapter_directory(context: ServerContext, job: JobRecord, step: int | None)
     return directory
 
 
-def _adapter_files(directory: Path) -> list[Path]:
-    """Without what only its job needs to resume."""
+def adapter_files(directory: Path) -> list[Path]:
+    """Return the files of an adapter, without those that only its job needs to resume."""
     return [path for path in entries(directory) if path.is_file() and path.name not in JOB_FILES]
 
 

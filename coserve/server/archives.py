@@ -1,0 +1,95 @@
+"""Directories as ZIP archives that are written while they are sent, and adapters merged for it."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from io import RawIOBase
+from pathlib import Path
+from typing import Any
+from zipfile import ZIP_STORED, ZipFile, ZipInfo
+
+from coserve.errors import AdapterError
+
+_CHUNK_BYTES = 1 << 20
+# Lowest priority of a process: merging must not slow down requests.
+_NICE = 19
+
+
+class _Sink(RawIOBase):
+    """A file that only can be appended to, whose bytes are taken out as they come."""
+
+    def __init__(self) -> None:
+        self._written = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._written += data
+        return len(data)
+
+    def take(self) -> bytes:
+        """Return what was written since the last call."""
+        taken = bytes(self._written)
+        self._written.clear()
+        return taken
+
+
+def zipped(paths: Sequence[Path], *, folder: str) -> Iterator[bytes]:
+    """Yield a ZIP archive of files, not compressed: weights hardly can be. Blocks while it reads.
+
+    folder: the name of the folder in the archive that the files lie in.
+    """
+    sink = _Sink()
+    with ZipFile(sink, "w", ZIP_STORED) as archive:
+        for path in paths:
+            info = ZipInfo.from_file(path, f"{folder}/{path.name}")
+            with path.open("rb") as source, archive.open(info, "w", force_zip64=True) as target:
+                while chunk := source.read(_CHUNK_BYTES):
+                    target.write(chunk)
+                    yield sink.take()
+    yield sink.take()
+
+
+class Merging:
+    """Merges adapters into the weights of their model, one at a time, each in a process of its own."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an adapter is being merged now."""
+        return self._lock.locked()
+
+    async def merge(self, model: str, adapter: Path, directory: Path) -> None:
+        """Write a model with an adapter merged into it to an empty directory, as `coserve export --merge` does.
+
+        Raises:
+            AdapterError: it cannot be merged, there is too little memory, or the process was killed.
+        """
+        command = (sys.executable, "-m", "coserve", "export", adapter, directory, "--merge", "--model", model)
+        async with self._lock:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                preexec_fn=_give_way,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            try:
+                _, told = await process.communicate()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+        if process.returncode:
+            lines = told.decode(errors="replace").strip().splitlines()
+            raise AdapterError(lines[-1] if lines else "the process that merged it was killed")
+
+
+def _give_way() -> None:
+    """Let requests and jobs run first."""
+    os.nice(_NICE)

@@ -1,0 +1,81 @@
+"""GET /v1/fine_tuning/jobs/{id}/archive: what a job has made as one ZIP file: its adapter, or a merged model."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from starlette.background import BackgroundTask
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response, StreamingResponse
+
+from coserve.adapters.file_names import FULL_FILE
+from coserve.errors import AdapterError
+from coserve.home import make_private
+from coserve.jobs.records import JobRecord
+from coserve.server.archives import zipped
+from coserve.server.context import Context, ServerContext, Tenant
+from coserve.server.errors import ApiError
+from coserve.server.routes.fine_tuning import JOBS, adapter_directory, adapter_files, find_job
+
+router = APIRouter()
+
+
+@router.get(JOBS + "/{job_id}/archive")
+async def retrieve_archive(
+    job_id: str,
+    context: Context,
+    tenant: Tenant,
+    step: Annotated[int, Query(ge=0)] | None = None,
+    merge: bool = False,
+) -> Response:
+    """Send the files that a job has made as a ZIP archive.
+
+    step: of a checkpoint (default: the newest). merge: the base model with the adapter in its weights, in float32 and
+    in Hugging Face's layout, instead of the adapter in PEFT's.
+    """
+    job = await run_in_threadpool(find_job, context, tenant, job_id)
+    directory = await run_in_threadpool(adapter_directory, context, job, step)
+    name = job.name.replace(":", "-")
+    if not merge or (directory / FULL_FILE).is_file():
+        return _archive(await run_in_threadpool(adapter_files, directory), name)
+    merged = await _merged(context, job, directory)
+    remove = BackgroundTask(shutil.rmtree, merged, ignore_errors=True)
+    return _archive(sorted(merged.iterdir()), f"{name}-merged", remove)
+
+
+async def _merged(context: ServerContext, job: JobRecord, adapter: Path) -> Path:
+    """Return a new directory with the merged model."""
+    if context.merging.is_busy:
+        raise ApiError(
+            "another adapter is being merged; try again when it is done",
+            status=503,
+            kind="server_error",
+            headers={"Retry-After": "30"},
+        )
+    run = context.config.directory / "run"  # what a killed server leaves there is removed at the next start
+    make_private(run)
+    merged = Path(mkdtemp(dir=run, prefix="merged-"))
+    try:
+        await context.merging.merge(_base_model(context, job), adapter, merged)
+    except BaseException as error:
+        shutil.rmtree(merged, ignore_errors=True)
+        if isinstance(error, AdapterError):
+            raise ApiError(f"The adapter cannot be merged: {error}", param="merge") from error
+        raise
+    return merged
+
+
+def _base_model(context: ServerContext, job: JobRecord) -> str:
+    """Return the directory, or hub id, of the model that a job's adapter belongs to."""
+    if job.base == context.jobs.models.served.name:
+        return context.config.model
+    return context.config.engine.trainable_models.get(job.base, job.base)
+
+
+def _archive(paths: list[Path], name: str, after: BackgroundTask | None = None) -> Response:
+    chunks: Iterator[bytes] = zipped(paths, folder=name)
+    headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
+    return StreamingResponse(chunks, media_type="application/zip", headers=headers, background=after)
