@@ -4,10 +4,11 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from coserve.engine.records import EngineStats, RequestRecord
+from coserve.server.history import Span, TokenHistory
 from coserve.server.ledger import Ledger
 from coserve.worker.protocol import Ready, StepRecord, StepReport
 
@@ -52,6 +53,8 @@ class StatusBoard:
         self._num_generated = 0
         self._num_tuned = 0
         self._num_tuned_before = 0  # by engines that are gone
+        self._history = TokenHistory()
+        self._counted = (0, 0)  # generated and tuned tokens that the history has
 
     # -- what the engine says ---------------------------------------------------------
 
@@ -76,7 +79,14 @@ class StatusBoard:
 
     def _take_stats(self, stats: EngineStats, now_s: float) -> None:
         self._stats = stats
+        num_generated_before, num_tuned_before = self._counted
         self._num_tuned = self._num_tuned_before + stats.num_tokens_trained
+        self._counted = self._num_generated, self._num_tuned
+        self._history.add(
+            now_s,
+            num_generated=self._num_generated - num_generated_before,
+            num_trained=self._num_tuned - num_tuned_before,
+        )
         pages = {**stats.num_pages_by_owner, "free": stats.num_pages_free}
         self._moments.append(_Moment(self._next(), now_s, self._num_generated, self._num_tuned, pages))
 
@@ -168,20 +178,9 @@ class StatusBoard:
             "memory": [(each.time_s, each.pages) for each in _after(self._moments, after)],
         }
 
-    def rates(self, num_parts: int) -> list[tuple[float, float]]:
-        """Generated and tuned tokens per second in each of equal parts of the window, the oldest first."""
-        now_s, part_s = time.monotonic(), WINDOW_S / num_parts
-        edges_s = [now_s - (num_parts - part) * part_s for part in range(num_parts + 1)]
-        moments, counts = iter(self._moments), list[tuple[int, int]]()
-        following, count = next(moments, None), (0, 0)
-        for edge_s in edges_s:
-            while following is not None and following.time_s <= edge_s:
-                count, following = (following.num_generated, following.num_tuned), next(moments, None)
-            counts.append(count)
-        return [
-            ((generated - before) / part_s, (tuned - tuned_before) / part_s)
-            for (before, tuned_before), (generated, tuned) in pairwise(counts)
-        ]
+    def rates(self, span: Span) -> list[tuple[float, float]]:
+        """Return generated and trained tokens per second in each part of a span, the oldest first."""
+        return self._history.rates(span, time.monotonic())
 
     def _rates(self, now_s: float) -> tuple[float | None, float | None]:
         """Generated and tuned tokens per second over the window."""

@@ -1,0 +1,65 @@
+"""Tokens per second over the last day, kept in rings whose parts grow longer as they grow older."""
+
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A length of time that can be shown, and the length of its equal parts."""
+
+    name: str  # as the page writes it
+    length_s: int
+    part_s: int
+
+    @property
+    def num_parts(self) -> int:
+        return self.length_s // self.part_s
+
+
+SPANS = (
+    Span(name="1 minute", length_s=60, part_s=1),
+    Span(name="5 minutes", length_s=300, part_s=1),
+    Span(name="1 hour", length_s=3600, part_s=10),
+    Span(name="1 day", length_s=86_400, part_s=300),
+)
+
+
+@dataclass(kw_only=True)
+class _Part:
+    """Tokens counted within one part of a ring."""
+
+    index: int  # the part's start, in parts since time 0
+    num_generated: int = 0
+    num_trained: int = 0
+
+
+class TokenHistory:
+    """Counts generated and trained tokens by time; its memory is bounded whatever the time."""
+
+    def __init__(self) -> None:
+        # Part lengths, each with as many parts as the longest span that uses it.
+        longest = {
+            part_s: max(s.num_parts for s in SPANS if s.part_s == part_s) for part_s in {s.part_s for s in SPANS}
+        }
+        # One more than is shown: the newest part isn't over yet.
+        self._rings = {part_s: deque[_Part](maxlen=number + 1) for part_s, number in longest.items()}
+
+    def add(self, now_s: float, *, num_generated: int, num_trained: int) -> None:
+        """Count tokens at a time, which must not be before those of earlier calls."""
+        for part_s, ring in self._rings.items():
+            index = int(now_s // part_s)
+            if not ring or ring[-1].index != index:
+                ring.append(_Part(index=index))
+            ring[-1].num_generated += num_generated
+            ring[-1].num_trained += num_trained
+
+    def rates(self, span: Span, now_s: float) -> list[tuple[float, float]]:
+        """Return generated and trained tokens per second in each full part of a span, the oldest first."""
+        counted = {part.index: part for part in self._rings[span.part_s]}
+        end = int(now_s // span.part_s)
+        parts = [counted.get(index) for index in range(end - span.num_parts, end)]
+        return [
+            (0.0, 0.0) if part is None else (part.num_generated / span.part_s, part.num_trained / span.part_s)
+            for part in parts
+        ]
