@@ -52,9 +52,9 @@ def chat(page: Page) -> None:
     """With what the job has made, beside its base."""
     page.locator(".job").first.get_by_role("button", name="Chat").click()
     expect(page.locator("#model-b")).to_have_value(re.compile("^ft:tiny"))
-    page.locator("details summary").click()
+    page.locator("#ask summary").click()
     page.fill("#temperature", "0")
-    page.locator("details summary").click()
+    page.locator("#ask summary").click()
     page.fill("#prompt", _PIRATE[0][0])
     page.click("#send")
     for pane in ("#talk-a", "#talk-b"):

@@ -12,7 +12,8 @@ from coserve.tuning.objectives import SUPERVISED, make_objective
 if TYPE_CHECKING:
     from coserve.tuning.objectives.base import Objective
 
-_SCHEDULES = ("constant", "linear", "cosine")
+# Shapes of the learning rate after the warm-up.
+SCHEDULES = ("constant", "linear", "cosine")
 # transformers' names, by the shape after the warm-up.
 _SCHEDULER_TYPES = {
     "constant": "constant",
@@ -55,8 +56,8 @@ class OptimizerConfig:
             or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         ):
             raise ValueError(f"betas must be two numbers of at least 0 and below 1, not {shown(self.betas)}")
-        if self.schedule not in _SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(_SCHEDULES)}, not {shown(self.schedule)}")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, not {shown(self.schedule)}")
         check_whole("warmup_steps", self.warmup_steps, 0, MOST_WHOLE)
         check_number("warmup_ratio", self.warmup_ratio, least=0, most=1)
         if self.lr_scheduler_type is not None and self.lr_scheduler_type not in _SCHEDULER_TYPES:

@@ -93,7 +93,7 @@ def test_from_a_file_to_a_model_that_answers(served: Served, open_page: Opener, 
     talk.click()
     expect(page.locator("#prompt")).to_be_focused()
     expect(page.locator("#model-b")).to_have_value(re.compile(r"^ft:tiny:coserve:pirate:\w+"))
-    page.locator("details summary").click()
+    page.locator("#ask summary").click()
     page.fill("#temperature", "0")
     page.fill("#prompt", PIRATE[1][0])
     page.keyboard.press("Enter")
@@ -101,7 +101,7 @@ def test_from_a_file_to_a_model_that_answers(served: Served, open_page: Opener, 
         expect(page.locator(f"{pane} .facts-line")).to_contain_text("first token after", timeout=LONG_MS)
 
     # And when it has learned.
-    page.wait_for_selector(".job .status.succeeded", timeout=LONG_MS)
+    expect(job.locator(".status")).to_have_text("succeeded", timeout=LONG_MS)
     assert loss(page) < first / 2
     page.fill("#prompt", PIRATE[0][0])
     page.click("#send")
@@ -171,7 +171,7 @@ def test_it_fits_a_phone(served: Served, open_page: Opener, chats: Path, scheme:
     page.set_input_files("#file", chats)
     expect(page.locator("#start")).to_be_visible()
     page.check("#beside")
-    page.locator("details summary").click()
+    page.locator("#ask summary").click()
     page.fill("#max-tokens", "8")
     page.fill("#prompt", "a" * 200)
     page.click("#send")

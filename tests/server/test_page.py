@@ -11,10 +11,13 @@ from served import Served, keys_file, serving, tokenizer
 
 from coserve.engine.vocabulary import TokenBytes
 from coserve.jobs.preview import read_preview, tokens_of
+from coserve.server.history import SPANS, TokenHistory
 from coserve.server.page import assets, words
-from coserve.server.page.curves import Range, loss_curve, polyline, rate_curves, smoothed
+from coserve.server.page.curves import Range, loss_curve, polyline, rate_chart, smoothed, step_curve, ticks
 from coserve.server.page.memory import memory_view
+from coserve.tuning.config import SCHEDULES
 from coserve.tuning.examples import Example
+from coserve.tuning.objectives import objective_names
 from coserve.tuning.training_files import TrainingFile
 
 PAGE = Path(assets.__file__).parent
@@ -127,6 +130,9 @@ def test_jobs_come_with_their_curves_and_what_can_be_done(served, client):
     page = served.get("/ui/live").text
     card = page.split(f'id="{job.id}"', 1)[1].split("</li>", 1)[0]
     assert re.search(r'aria-label="Loss [\d.]+ at step 1, [\d.]+ at step 8', card) and "step 8 of 8" in card
+    assert "Learning rate 0.0001 at step 8" in card and "Gradient norm" in card
+    assert len(re.findall(r'<time datetime="\d{4}-', card)) == 2, "created, finished"
+    assert re.search(r'<svg class="ticks"[^>]*><text [^>]*>[\d.]+</text>', card), "numbers on the axis"
     assert "data-action" not in card, "it is over"
     model = client.fine_tuning.jobs.retrieve(job.id).fine_tuned_model
     assert f'data-talk="{model}"' in card
@@ -135,6 +141,8 @@ def test_jobs_come_with_their_curves_and_what_can_be_done(served, client):
 
 def test_more_jobs_are_shown_when_asked_for(served):
     assert served.get("/ui/live?jobs=200").status_code == 200
+    assert served.get("/ui/live?span=3").status_code == 200
+    assert served.get("/ui/live?span=4").status_code == 400
     assert served.get("/ui/live?jobs=0").status_code == 422 or served.get("/ui/live?jobs=0").status_code == 400
 
 
@@ -207,6 +215,25 @@ def test_a_character_of_several_tokens_is_shown_whole():
     assert [token.text for token in shown[1:]] == ["日", "😀"] and not shown[0].is_trained
 
 
+def test_a_preview_reads_the_file_for_the_chosen_method(served):
+    pair = {"prompt": "say", "chosen": " yes", "rejected": " no"}
+    file = upload(served, json.dumps(pair))
+    assert 'data-readable="no"' in served.get(f"/ui/files/{file}/examples").text
+    page = served.get(f"/ui/files/{file}/examples?method=dpo").text
+    assert 'data-readable="no"' not in page
+    tokens = page.split('class="tokens"', 1)[1].split("</p>", 1)[0]
+    assert "".join(re.findall(r"<mark>(.*?)</mark>", tokens, re.DOTALL)).startswith(" yes")
+    assert served.get(f"/ui/files/{file}/examples?method=guess").status_code == 400
+
+
+def test_every_objective_and_schedule_is_offered(served):
+    page = served.get("/").text
+    for name in objective_names():
+        assert f'<option value="{name.replace("-", "_")}">' in page
+    for name in SCHEDULES:
+        assert f"<option>{name}</option>" in page
+
+
 # -- numbers and curves -------------------------------------------------------------------
 
 
@@ -223,22 +250,66 @@ def test_a_loss_curve_lies_in_its_box():
     metrics = {step: {"train_loss": 4 / step} for step in range(1, 21)}
     metrics[10] |= {"valid_loss": 1.0}
     curve = loss_curve(metrics, num_steps=40)
-    points = [tuple(map(float, point.split(","))) for point in curve.raw.split()]
+    raw, mean, valid = curve.chart.lines
+    points = [tuple(map(float, point.split(","))) for point in raw.points.split()]
     assert len(points) == 20 and points[0][0] == 0 and points[-1][0] == pytest.approx(1000 * 19 / 39, abs=0.1)
     assert all(0 <= top <= 1000 for _, top in points) and points[0][1] < points[-1][1], "y grows downward"
-    assert curve.smooth and len(curve.valid) == 1 and curve.last == 0.2 and curve.last_valid == 1.0
+    assert mean.points and len(valid.dots) == 1 and curve.last == 0.2 and curve.last_valid == 1.0
     assert loss_curve({1: {"valid_loss": 1.0}}, 10) is None and loss_curve({}, 0) is None
     alone = loss_curve({1: {"train_loss": 2.0}}, 1)
-    assert alone.raw == "0,500" and not alone.smooth
+    assert [line.points for line in alone.chart.lines] == ["0,500"]
     assert [value for _, value in smoothed([(1, 1.0), (2, 2.0)])] == [1.0, 2.0], "short ones are as they are"
     assert smoothed([(step, float(step > 0)) for step in range(40)])[1][1] == 0.25
     assert polyline([(5, 5)], Range(low=0, high=10), Range(low=0, high=10)) == "500,500"
 
 
 def test_rates_are_drawn_once_there_are_some():
-    assert rate_curves([(0.0, 0.0)] * 60) is None
-    curves = rate_curves([(0.0, 10.0), (5.0, 0.0)])
-    assert curves.highest == 10.0 and curves.generated.startswith("0,1000 1000,5")
+    assert rate_chart([(0.0, 0.0)] * 60, SPANS[0]) is None
+    chart = rate_chart([(0.0, 10.0), (5.0, 0.0)], SPANS[0])
+    assert "at most 10" in chart.words and chart.last == "now"
+    [generated] = [line for line in chart.lines if line.name == "generated"]
+    assert generated.points.startswith("0,1000 1000,5")
+
+
+def test_values_under_the_pointer_come_with_the_chart():
+    metrics = {step: {"train_loss": 4 / step, "learning_rate": 1e-4 / step} for step in (1, 2, 4)}
+    metrics[4]["valid_loss"] = 1.5
+    data = json.loads(loss_curve(metrics, num_steps=8).chart.data)
+    assert (data["kind"], data["low"], data["high"]) == ("step", 1, 8)
+    assert {line["name"]: line["points"] for line in data["lines"]} == {
+        "loss": [[1, 4], [2, 2], [4, 1]],
+        "validation": [[4, 1.5]],
+    }
+    rate = json.loads(step_curve(metrics, 8, "learning_rate", "learning rate").data)
+    assert rate["lines"][0]["points"] == [[1, 1e-4], [2, 5e-5], [4, 2.5e-5]]
+    assert step_curve(metrics, 8, "gradient_norm", "gradient norm") is None
+
+
+@pytest.mark.parametrize(("low", "high", "texts"), [
+    (0, 1, ["0.0", "0.5", "1.0"]),
+    (0.31, 0.36, ["0.32", "0.34", "0.36"]),
+    (0, 12_000, ["0", "5,000", "10,000"]),
+    (1e-5, 1e-4, ["5e-05", "0.0001"]),
+    (2, 2, ["2"]),
+    (-0.1, 4.4, ["0", "2", "4"]),
+])  # fmt: skip
+def test_numbers_on_an_axis_are_round(low, high, texts):
+    found = ticks(Range(low=low, high=high))
+    assert [tick.text for tick in found] == texts
+    assert all(0 <= tick.top <= 1000 for tick in found)
+
+
+def test_history_keeps_a_day_in_bounded_memory():
+    history = TokenHistory()
+    for second in range(0, 90_000, 2):
+        history.add(second + 0.5, num_generated=10, num_trained=4)
+    for span in SPANS:
+        rates = history.rates(span, 90_000.0)
+        assert len(rates) == span.num_parts
+        expected = [(10.0, 4.0), (0.0, 0.0)] * (span.num_parts // 2) if span.part_s == 1 else [(5.0, 2.0)] * len(rates)
+        assert rates == expected, span.name
+    assert history.rates(SPANS[0], 90_000.0 + 200) == [(0.0, 0.0)] * 60, "what is over is over"
+    assert history.rates(SPANS[2], 90_000.0 + 200)[0] == (5.0, 2.0), "an hour still has it"
 
 
 def test_memory_is_shown_by_its_owners():

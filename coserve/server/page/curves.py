@@ -1,69 +1,102 @@
-"""Curves as points of SVG, drawn into a box of 1000 by 1000 that the style sheet stretches."""
+"""Charts of a job's steps and of tokens per second: lines as points of SVG, in a box of 1000 by 1000 that the style
+sheet stretches, with the numbers on their axes and the values under the pointer.
+"""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, floor, log10
 from typing import Any
 
+from coserve.server.history import Span
+from coserve.server.page.words import number, seconds
+
 _BOX = 1000
-# What is left free above and below a curve, of its range.
+# Share of a curve's range that is left free above and below it.
 _MARGIN = 0.08
-# In the mean that shows where noisy losses go, as many values count as this many weigh; of a short curve, fewer.
-_MOST_AVERAGED, _SHARE_AVERAGED = 20, 0.1
-# Points of which a mean says more than they do.
-_FEWEST_SMOOTHED = 20
+# A smoothed value averages over at most this many values, and over at most this share of the curve.
+_MAX_AVERAGED, _SHARE_AVERAGED = 20, 0.1
+# Shorter curves are not smoothed.
+_MIN_SMOOTHED = 20
+_MAX_TICKS = 4
 
 Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossCurve:
-    """A job's losses over its steps, as far as it is. raw, smooth: points of polylines; smooth is "" of few points.
-    valid: where the losses of validation lie. words: for those who cannot see it.
-    """
-
-    raw: str
-    smooth: str
-    valid: tuple[tuple[float, float], ...]
-    first: float
-    last: float
-    last_valid: float | None
-    words: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Range:
-    """Of values on an axis; of one value alone, too."""
+    """The values that an axis goes over; of one value alone, too."""
 
     low: float
     high: float
 
     @classmethod
     def of(cls, values: Iterable[float], margin: float = _MARGIN) -> "Range":
-        """From the least to the greatest, and some room."""
+        """Return the range from the smallest value to the largest, with some room."""
         found = list(values)
         low, high = min(found), max(found)
         room = margin * (high - low)
         return cls(low=low - room, high=high + room)
 
     def share(self, value: float) -> float:
-        """From 0 to 1; in the middle, where there is one value alone."""
+        """Return where a value lies, from 0 to 1; in the middle if the range has one value alone."""
         width = self.high - self.low
         return 0.5 if width <= 0 else min(1.0, max(0.0, (value - self.low) / width))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tick:
+    """A number on the vertical axis."""
+
+    text: str
+    top: float  # in the box, from its upper edge
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A named series of values."""
+
+    name: str  # as the legend and the values under the pointer call it
+    style: str  # a class of the style sheet
+    points: str  # for the attribute `points` of a polyline; "" if only dots are drawn
+    dots: tuple[tuple[float, float], ...] = ()  # places of single values in the box
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Lines over one horizontal axis."""
+
+    lines: tuple[Line, ...]
+    ticks: tuple[Tick, ...]
+    first: str  # left end of the horizontal axis
+    last: str  # right end
+    words: str  # what it shows, for those who cannot see it
+    data: str  # JSON of the values, for `chart.js`: see `_data`
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossCurve:
+    """The losses of a job over its steps, as far as it has come."""
+
+    chart: Chart
+    first: float
+    last: float
+    last_valid: float | None  # of validation
+
+
 def place(point: tuple[float, float], x: Range, y: Range) -> tuple[float, float]:
-    """In the box, whose y grows downward."""
+    """Return a point's place in the box, whose y grows downward."""
     return round(_BOX * x.share(point[0]), 1), round(_BOX * (1 - y.share(point[1])), 1)
 
 
 def polyline(points: Points, x: Range, y: Range) -> str:
-    """For the attribute `points`."""
+    """Return points in the form of the attribute `points`."""
     return " ".join(f"{left:g},{top:g}" for left, top in (place(point, x, y) for point in points))
 
 
 def smoothed(points: Points) -> list[tuple[float, float]]:
-    """Exponential moving mean; it begins with the first value."""
-    weight = 1 / min(_MOST_AVERAGED, max(1.0, _SHARE_AVERAGED * len(points)))
+    """Return the exponential moving mean, which begins with the first value."""
+    weight = 1 / min(_MAX_AVERAGED, max(1.0, _SHARE_AVERAGED * len(points)))
     found: list[tuple[float, float]] = []
     for step, value in points:
         before = found[-1][1] if found else value
@@ -71,44 +104,105 @@ def smoothed(points: Points) -> list[tuple[float, float]]:
     return found
 
 
+def ticks(y: Range) -> tuple[Tick, ...]:
+    """Return at most four round numbers within a range, at equal distances of 1, 2 or 5 times a power of ten."""
+    width = y.high - y.low
+    if width <= 0:
+        return (Tick(text=number(y.low), top=_BOX / 2),)
+    power = 10.0 ** floor(log10(width / _MAX_TICKS))
+    step = next(power * each for each in (1, 2, 5, 10, 20) if width / (power * each) < _MAX_TICKS)
+    values = [step * index for index in range(ceil(y.low / step), floor(y.high / step) + 1)]
+    return tuple(Tick(text=_tick(value, step), top=place((0, value), y, y)[1]) for value in values)
+
+
+def _tick(value: float, step: float) -> str:
+    digits = max(0, -floor(log10(step)))
+    return f"{value:.{digits}f}" if 0 < digits <= 4 else f"{value:,.0f}" if step >= 1 else f"{value:.3g}"
+
+
 def loss_curve(metrics: Mapping[int, Mapping[str, Any]], num_steps: int) -> LossCurve | None:
-    """Of a job. metrics: by step, see `coserve.jobs.results.by_step`. None before there is a loss."""
-    train = [(float(step), data["train_loss"]) for step, data in metrics.items() if data.get("train_loss") is not None]
-    valid = [(float(step), data["valid_loss"]) for step, data in metrics.items() if data.get("valid_loss") is not None]
+    """Draw a job's losses; None before there is one. metrics: by step, see `coserve.jobs.results.by_step`."""
+    train, valid = _series(metrics, "train_loss"), _series(metrics, "valid_loss")
     if not train:
         return None
-    x = Range(low=1, high=max(num_steps, train[-1][0], 2))
-    y = Range.of(loss for _, loss in (*train, *valid))
+    x, y = _steps(train, num_steps), Range.of(loss for _, loss in (*train, *valid))
     words = f"Loss {train[0][1]:.3g} at step {train[0][0]:g}, {train[-1][1]:.3g} at step {train[-1][0]:g}"
     if valid:
         words += f"; of validation {valid[-1][1]:.3g}"
-    return LossCurve(
-        raw=polyline(train, x, y),
-        smooth=polyline(smoothed(train), x, y) if len(train) >= _FEWEST_SMOOTHED else "",
-        valid=tuple(place(point, x, y) for point in valid),
-        first=train[0][1],
-        last=train[-1][1],
-        last_valid=valid[-1][1] if valid else None,
-        words=words,
-    )
+    is_long = len(train) >= _MIN_SMOOTHED
+    lines = [Line(name="loss", style="raw" if is_long else "one", points=polyline(train, x, y))]
+    series = [("loss", train)]
+    if is_long:
+        lines.append(Line(name="mean", style="one", points=polyline(smoothed(train), x, y)))
+        series.append(("mean", smoothed(train)))
+    if valid:
+        dots = tuple(place(point, x, y) for point in valid)
+        lines.append(Line(name="validation", style="valid", points="", dots=dots))
+        series.append(("validation", valid))
+    chart = _chart(lines, series, x, y, words=words, kind="step")
+    return LossCurve(chart=chart, first=train[0][1], last=train[-1][1], last_valid=valid[-1][1] if valid else None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RateCurves:
-    """Tokens per second over the last seconds. highest: at the top of the box."""
+def step_curve(metrics: Mapping[int, Mapping[str, Any]], num_steps: int, key: str, name: str) -> Chart | None:
+    """Draw one value of a job's steps, such as its learning rate; None before there is one. key: of the metrics."""
+    points = _series(metrics, key)
+    if not points:
+        return None
+    x, y = _steps(points, num_steps), Range.of(value for _, value in points)
+    words = f"{name.capitalize()} {points[-1][1]:.3g} at step {points[-1][0]:g}"
+    lines = [Line(name=name, style="one", points=polyline(points, x, y))]
+    return _chart(lines, [(name, points)], x, y, words=words, kind="step")
 
-    generated: str
-    trained: str
-    highest: float
 
+def rate_chart(rates: Sequence[tuple[float, float]], span: Span) -> Chart | None:
+    """Draw tokens per second over a span of time until now; None if there were none.
 
-def rate_curves(rates: Sequence[tuple[float, float]]) -> RateCurves | None:
-    """rates: generated and trained tokens per second, one pair for each of equal parts of the time. None before there
-    is anything to see.
+    rates: generated and trained tokens per second, one pair for each part of the span, the oldest first.
     """
     highest = max((each for pair in rates for each in pair), default=0.0)
     if highest <= 0:
         return None
-    x, y = Range(low=0, high=max(1, len(rates) - 1)), Range(low=0, high=highest / (1 - _MARGIN))
-    curves = [polyline([(index, pair[which]) for index, pair in enumerate(rates)], x, y) for which in (0, 1)]
-    return RateCurves(generated=curves[0], trained=curves[1], highest=highest)
+    ago_s = [(len(rates) - 1 - index) * span.part_s for index in range(len(rates))]
+    x, y = Range(low=-max(1, ago_s[0]), high=0), Range(low=0, high=highest / (1 - _MARGIN))
+    series = [
+        (name, [(float(-ago), pair[which]) for ago, pair in zip(ago_s, rates, strict=True)])
+        for which, name in enumerate(("generated", "trained"))
+    ]
+    styles = {"generated": "one", "trained": "two"}
+    lines = [Line(name=name, style=styles[name], points=polyline(points, x, y)) for name, points in series]
+    words = f"Tokens per second over the last {span.name}: at most {highest:.3g}"
+    return _chart(lines[::-1], series, x, y, words=words, kind="ago")
+
+
+def _series(metrics: Mapping[int, Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    return [(float(step), data[key]) for step, data in metrics.items() if data.get(key) is not None]
+
+
+def _steps(points: Points, num_steps: int) -> Range:
+    return Range(low=1, high=max(num_steps, points[-1][0], 2))
+
+
+def _chart(
+    lines: Sequence[Line], series: Sequence[tuple[str, Points]], x: Range, y: Range, *, words: str, kind: str
+) -> Chart:
+    is_time = kind == "ago"
+    return Chart(
+        lines=tuple(lines),
+        ticks=ticks(y),
+        first=f"{seconds(-x.low)} ago" if is_time else f"step {x.low:g}",
+        last="now" if is_time else f"{x.high:,.0f}",
+        words=words,
+        data=_data(series, x, kind),
+    )
+
+
+def _data(series: Sequence[tuple[str, Points]], x: Range, kind: str) -> str:
+    """Return what `chart.js` shows under the pointer: the axis' ends, and each line's name and points.
+
+    kind: whether x are steps ("step") or seconds until now, at most 0 ("ago").
+    """
+    lines = [
+        {"name": name, "points": [(round(at, 1), float(f"{value:.4g}")) for at, value in points]}
+        for name, points in series
+    ]
+    return json.dumps({"kind": kind, "low": x.low, "high": x.high, "lines": lines}, separators=(",", ":"))

@@ -24,9 +24,13 @@ class Previews:
         self._lock = threading.Lock()
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
-    def read(self, path: Path, *, name: str, max_sequence_length: int) -> Preview:
-        """The first examples of a file that a tenant has, and as many more as there are in its first quarter of a
-        megabyte, counted. name: that it was given. Blocks.
+    def read(self, path: Path, *, name: str, max_sequence_length: int, objective: str) -> Preview:
+        """Read the beginning of a training file: its first examples, and how many more its first quarter of a
+        megabyte has. Blocks.
+
+        Args:
+            name: what the client called the file; `.csv` at its end says how to read it.
+            objective: what a job would train with; it decides what an example is.
 
         Raises:
             DataError: no example of it can be read, or the model has no tokenizer.
@@ -41,6 +45,7 @@ class Previews:
                     TrainingFile(path, name),
                     self._tokenizer,
                     max_sequence_length=max_sequence_length,
+                    objective=objective,
                     most_bytes=_most_bytes(path),
                 )
             except OSError as error:

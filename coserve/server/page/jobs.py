@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from coserve.jobs.manager import JobManager
 from coserve.jobs.records import JobRecord
 from coserve.jobs.results import by_step
+from coserve.jobs.settings import JobSettings
 from coserve.jobs.transaction import Transaction
-from coserve.server.page.curves import LossCurve, loss_curve
+from coserve.server.page.curves import Chart, LossCurve, loss_curve, step_curve
 from coserve.server.page.words import seconds, share
 
 # Of a curve; a job of many steps shows each n-th.
@@ -16,23 +17,21 @@ _MOST_POINTS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class JobView:
-    """What there is to see of a job, and to do.
-
-    state: its status in words. progress: share of its steps. left: how long it will take, in words; "" if not known.
-    checkpoint: the newest one's name. talk: the name to chat with it by, as it is now. Both "" before there is one.
-    actions: of OpenAI's routes.
-    """
+    """A job as the page shows it, and what can be done with it."""
 
     job: JobRecord
-    file: str
-    state: str
-    progress: float
-    left: str
+    file: str  # name of its training file
+    validation_file: str  # name of its validation file; "" without one
+    method: str  # the objective, as OpenAI's API names methods
+    state: str  # its status in words
+    progress: float  # share of its steps that are done
+    left: str  # time until it is done, in words; "" if not known
     tokens_per_s: float | None
     curve: LossCurve | None
-    checkpoint: str
-    talk: str
-    actions: tuple[str, ...]
+    more_curves: tuple[Chart, ...]  # learning rate and norm of the gradient
+    checkpoint: str  # name of the newest checkpoint; "" before there is one
+    talk: str  # name to chat with it by, as it is now; "" before there is one
+    actions: tuple[str, ...]  # of OpenAI's routes
 
     @property
     def title(self) -> str:
@@ -66,24 +65,36 @@ def newest_jobs(manager: JobManager, tenant: str, most: int) -> JobList:
 def _view(manager: JobManager, transaction: Transaction, job: JobRecord) -> JobView:
     every = max(1, job.num_steps_done // _MOST_POINTS)
     metrics = by_step(transaction.metrics(job.id, every=every))
-    file = transaction.file(job.tenant, job.training_file)
     finish = manager.estimated_finish(job)
     is_served = job.base == manager.models.served.name
     checkpoints = transaction.checkpoints(job.tenant, job.id, after=None, limit=1).items
     checkpoint = checkpoints[0].name if checkpoints else ""
     speeds = [data["tokens_per_s"] for data in metrics.values() if data.get("tokens_per_s") is not None]
+    curves = (
+        step_curve(metrics, job.num_steps, "learning_rate", "learning rate"),
+        step_curve(metrics, job.num_steps, "gradient_norm", "gradient norm"),
+    )
     return JobView(
         job=job,
-        file=job.training_file if file is None else file.filename,
+        file=_name(transaction, job.tenant, job.training_file),
+        validation_file="" if job.validation_file is None else _name(transaction, job.tenant, job.validation_file),
+        method=JobSettings.from_data(job.settings).objective.replace("-", "_"),
         state=_state(manager, job),
         progress=job.num_steps_done / job.num_steps if job.num_steps else 0.0,
         left="" if finish is None else f"about {seconds(max(1.0, finish - time.time()))} left",
         tokens_per_s=speeds[-1] if speeds and job.status == "running" else None,
         curve=loss_curve(metrics, job.num_steps),
+        more_curves=tuple(curve for curve in curves if curve is not None),
         checkpoint=checkpoint,
         talk=(_talk(manager, transaction, job) or checkpoint) if is_served else "",
         actions=_actions(job),
     )
+
+
+def _name(transaction: Transaction, tenant: str, id: str) -> str:
+    """Return a file's name; its id if the file was deleted."""
+    file = transaction.file(tenant, id)
+    return id if file is None else file.filename
 
 
 def _state(manager: JobManager, job: JobRecord) -> str:

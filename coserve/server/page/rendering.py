@@ -41,7 +41,16 @@ _environment = Environment(
 )
 _environment.filters |= {
     each.__name__: each
-    for each in (words.milliseconds, words.seconds, words.whole, words.number, words.share, words.size)
+    for each in (
+        words.iso,
+        words.utc,
+        words.milliseconds,
+        words.seconds,
+        words.whole,
+        words.number,
+        words.share,
+        words.size,
+    )
 }
 
 

@@ -1,7 +1,19 @@
 """Numbers as people read them; a dash for what has not been measured."""
 
+from datetime import UTC, datetime
+
 NOTHING = "–"
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
+
+
+def iso(moment_s: float) -> str:
+    """Return a moment of Unix time as HTML's `datetime` has it."""
+    return datetime.fromtimestamp(moment_s, UTC).isoformat()
+
+
+def utc(moment_s: float) -> str:
+    """Return a moment of Unix time for readers without JavaScript, such as 2026-11-29 07:04 UTC."""
+    return datetime.fromtimestamp(moment_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def milliseconds(value_ms: float | None) -> str:

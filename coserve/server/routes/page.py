@@ -8,18 +8,21 @@ from starlette.responses import Response
 
 from coserve.errors import DataError
 from coserve.server.context import Context, ServerContext, Tenant
-from coserve.server.errors import not_found
+from coserve.server.errors import ApiError, not_found
+from coserve.server.history import SPANS
 from coserve.server.page import assets
-from coserve.server.page.curves import rate_curves
+from coserve.server.page.curves import rate_chart
 from coserve.server.page.jobs import newest_jobs
 from coserve.server.page.memory import memory_view
+from coserve.server.page.models import finished_models
 from coserve.server.page.rendering import html
+from coserve.tuning.config import SCHEDULES
+from coserve.tuning.objectives import SUPERVISED, objective_names
 
 router = APIRouter(include_in_schema=False)
 
 _FEW_JOBS, _MOST_JOBS = 6, 200
-# Of the curves of tokens per second: one for each second of the last minute.
-_NUM_PARTS = 60
+_MAX_SPAN = len(SPANS) - 1
 
 
 @router.get("/")
@@ -28,7 +31,10 @@ async def page(request: Request, context: Context, tenant: Tenant) -> Response:
     """All of it; where keys are needed, without anything that the server knows."""
     is_open = context.keys.ring.is_open
     live = await _live(context, tenant, is_operator=True, most_jobs=_FEW_JOBS) if is_open else None
-    return await run_in_threadpool(html, "page.html", is_open=is_open, live=live)
+    objectives = [name.replace("-", "_") for name in objective_names()]
+    return await run_in_threadpool(
+        html, "page.html", is_open=is_open, live=live, objectives=objectives, schedules=SCHEDULES
+    )
 
 
 @router.get("/ui/live")
@@ -37,23 +43,33 @@ async def live(
     context: Context,
     tenant: Tenant,
     jobs: Annotated[int, Query(ge=1, le=_MOST_JOBS)] = _FEW_JOBS,
+    span: Annotated[int, Query(ge=0, le=_MAX_SPAN)] = 0,
 ) -> Response:
-    """What changes: how it goes, and the newest jobs."""
-    values = await _live(context, tenant, is_operator=request.state.is_operator, most_jobs=jobs)
+    """Return the parts that change: how it goes, the newest jobs, and models. span: place in `history.SPANS`."""
+    values = await _live(context, tenant, is_operator=request.state.is_operator, most_jobs=jobs, span=span)
     return await run_in_threadpool(html, "live.html", live=values)
 
 
 @router.get("/ui/files/{file_id}/examples")
 def examples(
-    file_id: str, context: Context, tenant: Tenant, max_sequence_length: Annotated[int, Query(ge=2, le=1 << 20)] = 1024
+    file_id: str,
+    context: Context,
+    tenant: Tenant,
+    max_sequence_length: Annotated[int, Query(ge=2, le=1 << 20)] = 1024,
+    method: Annotated[str, Query(max_length=64)] = SUPERVISED,
 ) -> Response:
-    """What would be trained of a file: its first examples, as jobs read them."""
+    """Show a file's first examples as a job with this method would read them."""
+    objective = method.replace("_", "-")
+    if objective not in objective_names():
+        raise ApiError(f"'method' must be one of {', '.join(objective_names())}.", param="method")
     record = context.jobs.files.find(tenant, file_id)
     if record is None:
         raise not_found(f"No such File object: {file_id}", param="id")
     try:
         path = context.jobs.files.path(record)
-        preview = context.previews.read(path, name=record.filename, max_sequence_length=max_sequence_length)
+        preview = context.previews.read(
+            path, name=record.filename, max_sequence_length=max_sequence_length, objective=objective
+        )
     except DataError as error:
         return html("examples.html", record=record, preview=None, error=str(error))
     return html("examples.html", record=record, preview=preview, error="")
@@ -68,14 +84,19 @@ def static(name: str, request: Request) -> Response:
     return found
 
 
-async def _live(context: ServerContext, tenant: str, *, is_operator: bool, most_jobs: int) -> dict[str, Any]:
+async def _live(
+    context: ServerContext, tenant: str, *, is_operator: bool, most_jobs: int, span: int = 0
+) -> dict[str, Any]:
     status = context.board.status(context.link.ready, context.model_name, None if is_operator else tenant)
     manager = context.job_manager
     return {
         "status": status,
-        "rates": rate_curves(context.board.rates(_NUM_PARTS)),
+        "rates": rate_chart(context.board.rates(SPANS[span]), SPANS[span]),
+        "spans": SPANS,
+        "span": span,
         "memory": memory_view(status["memory"]),
         "jobs": None if manager is None else await run_in_threadpool(newest_jobs, manager, tenant, most_jobs),
+        "models": None if manager is None else await run_in_threadpool(finished_models, manager, tenant),
         "most_jobs": most_jobs,
         "more_jobs": min(_MOST_JOBS, 2 * most_jobs),
         "has_chat": bool(context.prompts.chat_template),

@@ -1,7 +1,9 @@
 // Chat with one model, or with two side by side.
 
 import { capital } from "./live.js";
+import { markdown } from "./markdown.js";
 import { askJson, stream } from "./server.js";
+import { when } from "./times.js";
 
 const $ = (id) => document.getElementById(id);
 
@@ -24,7 +26,8 @@ class Pane {
   /** Say something, and show the answer as it comes. */
   async ask(text, settings) {
     this.#entry("mine", text);
-    const answer = new Answer(this.#entry("theirs", ""));
+    const isChat = $("now").dataset.chat === "yes";
+    const answer = new Answer(this.#entry("theirs", ""), isChat && $("markdown").checked);
     this.messages.push({ role: "user", content: text });
     this.abort = new AbortController();
     this.talk.setAttribute("aria-busy", "true");
@@ -64,10 +67,18 @@ class Pane {
   }
 }
 
+// Longer answers are drawn at their end: each time all of the text is read.
+const MAX_DRAWN_AT_ONCE = 50_000;
+
 /** One answer, and how quickly it came. */
 class Answer {
-  constructor(entry) {
+  constructor(entry, isMarkdown) {
     this.entry = entry;
+    this.said = document.createElement("div");
+    this.said.className = isMarkdown ? "said markdown" : "said";
+    this.entry.append(this.said);
+    this.isMarkdown = isMarkdown;
+    this.isDrawn = true;
     this.text = "";
     this.startMs = performance.now();
     this.firstMs = this.lastMs = null;
@@ -85,11 +96,22 @@ class Answer {
       this.firstMs ??= this.lastMs;
     }
     if (thought) this.#thoughts().append(thought);
-    if (said) this.entry.append(said);
     this.text += said;
+    if (!said) return;
+    if (!this.isMarkdown) this.said.append(said);
+    else if (this.isDrawn && this.text.length < MAX_DRAWN_AT_ONCE) {
+      this.isDrawn = false; // once for all tokens that come before the browser draws
+      requestAnimationFrame(() => this.#draw());
+    }
+  }
+
+  #draw() {
+    this.said.replaceChildren(...(this.isMarkdown ? markdown(this.text) : [this.text]));
+    this.isDrawn = true;
   }
 
   end(trouble = "") {
+    this.#draw();
     const facts = document.createElement("p");
     facts.className = trouble && trouble !== "Stopped" ? "wrong" : "facts-line";
     facts.textContent = [trouble, this.#speed()].filter(Boolean).join("; ");
@@ -134,22 +156,22 @@ function showOptions(list, groups) {
     ...groups.map(([name, ids]) => {
       const group = document.createElement("optgroup");
       group.label = name;
-      group.append(...ids.map((id) => new Option(id, id)));
+      group.append(...ids.map(([id, created]) => new Option(created ? `${id} (${when(created)})` : id, id)));
       return group;
     }),
   );
-  if (groups.some(([, ids]) => ids.includes(chosen))) list.value = chosen;
+  if (groups.some(([, ids]) => ids.some(([id]) => id === chosen))) list.value = chosen;
 }
 
 /** Ask which models there are, and list them. */
 export async function refreshModels() {
   const { data } = await askJson("v1/models?checkpoints=true");
-  const names = data.map((model) => model.id);
-  const isCheckpoint = (name) => name.includes(":ckpt-step-");
+  const tuned = data.slice(1).map((model) => [model.id, model.created]);
+  const isCheckpoint = ([name]) => name.includes(":ckpt-step-");
   const groups = [
-    ["The model", names.slice(0, 1)],
-    ["Fine-tuned", names.slice(1).filter((name) => !isCheckpoint(name)).reverse()],
-    ["Checkpoints", names.slice(1).filter(isCheckpoint).reverse()],
+    ["The model", data.slice(0, 1).map((model) => [model.id])],
+    ["Fine-tuned", tuned.filter((model) => !isCheckpoint(model)).reverse()],
+    ["Checkpoints", tuned.filter(isCheckpoint).reverse()],
   ].filter(([, ids]) => ids.length);
   for (const list of [...panes.map((pane) => pane.models), $("train-model")]) showOptions(list, groups);
 }

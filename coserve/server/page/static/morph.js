@@ -14,7 +14,8 @@ export function morph(now, next) {
 }
 
 function morphAttributes(now, next) {
-  for (const { name } of [...now.attributes]) if (!next.hasAttribute(name)) now.removeAttribute(name);
+  const stays = (name) => name === "open" && now.nodeName === "DETAILS"; // the reader opened it
+  for (const { name } of [...now.attributes]) if (!next.hasAttribute(name) && !stays(name)) now.removeAttribute(name);
   for (const { name, value } of next.attributes) if (now.getAttribute(name) !== value) now.setAttribute(name, value);
 }
 

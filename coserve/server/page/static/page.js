@@ -3,6 +3,9 @@
 import { refreshModels } from "./chat.js";
 import { refresh } from "./live.js";
 import { currentKey, useKey } from "./server.js";
+import "./chart.js";
+import "./models.js";
+import { localize } from "./times.js";
 import "./training.js";
 
 const $ = (id) => document.getElementById(id);
@@ -45,5 +48,6 @@ $("signout").addEventListener("click", () => {
   location.reload();
 });
 
+localize(document.body);
 if (!needsKey || currentKey()) enter();
 else $("key").focus();

@@ -8,45 +8,70 @@ const $ = (id) => document.getElementById(id);
 const number = (id) => ($(id).value === "" ? undefined : $(id).valueAsNumber);
 const text = (id) => $(id).value.trim() || undefined;
 let file = null;
+let validation = null;
 
-async function take(given) {
-  const [progress, trouble] = [$("uploaded"), $("upload-error")];
+async function send(given, progress) {
   const form = new FormData();
   form.append("purpose", "fine-tune");
   form.append("file", given);
-  trouble.textContent = "";
-  $("start").hidden = true;
   progress.hidden = false;
   try {
-    file = await upload("v1/files", form, (share) => (progress.value = share));
+    return await upload("v1/files", form, (share) => (progress.value = share));
+  } finally {
+    progress.hidden = true;
+  }
+}
+
+async function take(given) {
+  $("upload-error").textContent = "";
+  $("start").hidden = true;
+  try {
+    file = await send(given, $("uploaded"));
+    $("method-choice").hidden = false;
     await showExamples();
     say(`${file.filename} is uploaded`);
   } catch (error) {
-    trouble.textContent = error.message;
+    $("upload-error").textContent = error.message;
   }
-  progress.hidden = true;
+}
+
+async function takeValidation(given) {
+  $("start-error").textContent = "";
+  try {
+    useValidation(await send(given, $("validation-uploaded")));
+    say(`${validation.filename} is uploaded`);
+  } catch (error) {
+    $("start-error").textContent = error.message;
+  }
+}
+
+function useValidation(given) {
+  validation = given;
+  const name = given ? `Validation: ${given.filename}` : "Drop a validation file here, or choose one (optional)";
+  $("validation-name").textContent = name;
+  $("validation-remove").hidden = !given;
 }
 
 async function showExamples() {
   const length = number("length");
-  const found = await part(`ui/files/${file.id}/examples${length ? `?max_sequence_length=${length}` : ""}`);
+  const asked = new URLSearchParams({ method: $("method").value, ...(length && { max_sequence_length: length }) });
+  const found = await part(`ui/files/${file.id}/examples?${asked}`);
   $("start").hidden = found.querySelector("[data-readable=no]") !== null;
   $("examples").replaceChildren(...found.childNodes);
 }
 
 function job() {
   const isFresh = $("train-model").selectedIndex === 0;
+  const method = $("method").value;
   return {
     model: $("train-model").value,
     training_file: file.id,
+    validation_file: validation?.id,
     suffix: text("suffix"),
-    method: {
-      type: "supervised",
-      supervised: { hyperparameters: { n_epochs: number("epochs"), batch_size: number("batch") } },
-    },
+    method: { type: method, [method]: { hyperparameters: { n_epochs: number("epochs"), batch_size: number("batch") } } },
     coserve: {
       adapter: isFresh && number("rank") ? { type: "lora", r: number("rank") } : undefined,
-      optimizer: { learning_rate: number("rate") },
+      optimizer: { learning_rate: number("rate"), schedule: $("schedule").value, warmup_steps: number("warmup") },
       checkpoint_every_steps: number("every"),
       max_sequence_length: number("length"),
       live: $("serve-live").checked,
@@ -55,7 +80,7 @@ function job() {
 }
 
 async function start() {
-  const button = $("start").querySelector("button");
+  const button = $("start").querySelector("button[type=submit]");
   $("start-error").textContent = "";
   button.disabled = true;
   try {
@@ -84,21 +109,30 @@ async function change({ job, action }) {
   next?.focus();
 }
 
-$("file").addEventListener("change", (event) => {
-  const [given] = event.target.files;
-  if (given) take(given);
-  event.target.value = ""; // so that the same file can be chosen again
-});
-for (const kind of ["dragenter", "dragover", "dragleave", "drop"]) {
-  $("drop").addEventListener(kind, (event) => {
-    event.preventDefault();
-    $("drop").classList.toggle("over", kind.startsWith("drag") && kind !== "dragleave");
-    if (kind === "drop" && event.dataTransfer.files.length) take(event.dataTransfer.files[0]);
+/** Take files that are chosen with an input, or dropped on an element. */
+function receive(input, place, taken) {
+  input.addEventListener("change", (event) => {
+    const [given] = event.target.files;
+    if (given) taken(given);
+    event.target.value = ""; // so that the same file can be chosen again
+  });
+  for (const kind of ["dragenter", "dragover", "dragleave", "drop"]) {
+    place.addEventListener(kind, (event) => {
+      event.preventDefault();
+      place.classList.toggle("over", kind.startsWith("drag") && kind !== "dragleave");
+      if (kind === "drop" && event.dataTransfer.files.length) taken(event.dataTransfer.files[0]);
+    });
+  }
+}
+
+receive($("file"), $("drop"), take);
+receive($("validation-file"), $("validation-drop"), takeValidation);
+$("validation-remove").addEventListener("click", () => useValidation(null));
+for (const id of ["length", "method"]) {
+  $(id).addEventListener("change", () => {
+    if (file) showExamples().catch((error) => ($("upload-error").textContent = error.message));
   });
 }
-$("length").addEventListener("change", () => {
-  if (file) showExamples().catch((error) => ($("start-error").textContent = error.message));
-});
 $("train-model").addEventListener("change", () => {
   $("rank").disabled = $("train-model").selectedIndex !== 0; // an adapter that is trained further has its own
 });

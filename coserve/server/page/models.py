@@ -1,0 +1,52 @@
+"""Models that jobs have made, as the page lists them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from coserve.adapters.file_names import FULL_FILE
+from coserve.engine.checkpoint import JOB_FILES
+from coserve.jobs.manager import JobManager
+from coserve.jobs.names import is_checkpoint
+from coserve.jobs.records import AdapterRecord
+
+_MAX_SHOWN = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelView:
+    """A model that a job of this tenant has made."""
+
+    name: str
+    job: str  # id of the job
+    base: str
+    created_at: int  # seconds of Unix time
+    num_bytes: int  # of its files, without those that only its job needs
+    is_served: bool  # whether this server answers with it
+    is_whole: bool  # made by full fine-tuning: not an adapter
+
+
+def finished_models(manager: JobManager, tenant: str) -> tuple[ModelView, ...]:
+    """Return the newest models of a tenant's jobs, the newest first. Blocks."""
+    served = manager.models.served.name
+    with manager.store.read() as transaction:
+        records = [record for base in (served, *manager.models.others) for record in transaction.adapters(tenant, base)]
+    made = [each for each in records if each.job and each.directory and not is_checkpoint(each.name)]
+    newest = sorted(made, key=lambda each: each.created_at, reverse=True)[:_MAX_SHOWN]
+    return tuple(_view(each, served) for each in newest)
+
+
+def _view(record: AdapterRecord, served: str) -> ModelView:
+    directory = Path(record.directory or "")
+    try:
+        sizes = {path.name: path.stat().st_size for path in directory.iterdir() if path.is_file()}
+    except OSError:  # fetched from elsewhere when it is asked for
+        sizes = {}
+    return ModelView(
+        name=record.name,
+        job=record.job,
+        base=record.base,
+        created_at=record.created_at,
+        num_bytes=sum(size for name, size in sizes.items() if name not in JOB_FILES),
+        is_served=record.base == served,
+        is_whole=FULL_FILE in sizes,
+    )
