@@ -5,8 +5,8 @@ The engine that is on it must do what the recorded one did: the same commands, t
 """
 
 from collections.abc import Iterator
-from math import isnan
-from typing import Any
+from math import isfinite, isnan
+from typing import Any, NoReturn
 
 from msgspec.structs import asdict, replace
 
@@ -15,23 +15,38 @@ from coserve.devices.job_messages import OpenTrainer
 from coserve.devices.messages import Command, DeviceInfo, ImportPages, OpenGrammar, OpenVersion, Reply, SetVocabulary
 from coserve.devices.recording import ClockRead, Collected, Executed, Submitted, leaves_a_trace, with_trace
 from coserve.devices.step_messages import PackSums, StepBatch, StepResult
+from coserve.errors import DataError
+
+# Stands for the directory of any other model than the device's.
+_SOME_MODEL = "another"
 
 
 class DivergedError(Exception):
     """The engine did something else than in the recording. Not one of coserve's own errors: nothing may handle it."""
 
 
+class DamagedRecordingError(Exception):
+    """A line of the recording cannot be read. Like `DivergedError`, nothing in the engine may handle it."""
+
+
 class Lines:
-    """The lines of a recording, one after the other."""
+    """The lines of a recording, one after the other; DamagedRecordingError at one that cannot be read."""
 
     def __init__(self, lines: Iterator[Any]) -> None:
         self._lines = lines
         self._ahead: list[Any] = []
+        self._damage: DamagedRecordingError | None = None
 
     def peek(self) -> Any:
         """The next line, which stays the next; None at the end."""
+        if self._damage is not None:
+            raise self._damage
         if not self._ahead:
-            self._ahead.append(next(self._lines, None))
+            try:
+                self._ahead.append(next(self._lines, None))
+            except DataError as error:
+                self._damage = DamagedRecordingError(str(error))
+                raise self._damage from None
         return self._ahead[0]
 
     def take(self) -> Any:
@@ -46,9 +61,9 @@ class EndOfRecordingError(Exception):
 
 
 class ReplayDevice:
-    """See the module. `num_steps`: that were the same. `raised`: by the last step that ended with an error.
-    `tokens_equal`, `max_loss_difference` (of the mean loss of a pack): of the other device's results beside the
-    recorded ones.
+    """See the module. `num_steps`: that were the same. `raised`: by the last step or command that ended with an error.
+    `stopped`: DivergedError or EndOfRecordingError, once there is one. `tokens_equal`, `max_loss_difference` (of the
+    mean loss of a pack): of the other device's results beside the recorded ones.
     """
 
     def __init__(self, info: DeviceInfo, other: Device, lines: Lines) -> None:
@@ -60,6 +75,7 @@ class ReplayDevice:
         self.tokens_equal = True
         self.max_loss_difference = 0.0
         self.raised: Exception | None = None
+        self.stopped: Exception | None = None
         self._runs: StepBatch | None = None
 
     def execute(self, command: Command) -> Reply:
@@ -69,24 +85,30 @@ class ReplayDevice:
             return None
         line = self._next(Executed, command)
         if _without_files(line.command) != _without_files(command):
-            raise DivergedError(f"{line.command} was recorded, not {command}")
+            self._stop(DivergedError(f"{line.command} was recorded, not {command}"))
         if line.error is not None:
-            raise line.error.error()
+            self.raised = line.error.error()
+            raise self.raised
+        self._check_pages(line.command)
         reply = self._other.execute(line.command if isinstance(command, ImportPages) else command)
         if reply != line.reply:
-            raise DivergedError(f"{command} was answered by {line.reply}, now by {reply}")
+            self._stop(DivergedError(f"{command} was answered by {line.reply}, now by {reply}"))
         return reply
 
     def submit(self, batch: StepBatch) -> None:
         line = self._next(Submitted, batch)
         recorded, pages = _taken_apart(line.batch)
         if recorded != with_trace(batch):
-            raise DivergedError(difference(recorded, batch))
+            self._stop(DivergedError(difference(recorded, batch)))
+        for command in pages:
+            self._check_pages(command)
         batch = _with_pages(batch, pages)
         self.num_steps += 1
         ending = self._lines.peek()
         if not isinstance(ending, Collected):
-            raise EndOfRecordingError
+            self._stop(EndOfRecordingError())
+        if ending.result is not None:
+            self._check_result(ending.result, batch)
         self._runs = as_it_ran(batch, ending.result, num_units=self._other.info.num_units)
         self._other.submit(self._runs)
 
@@ -106,20 +128,49 @@ class ReplayDevice:
         self._other.close()
 
     def next_reading(self) -> float:
-        """Of the recorded clock."""
-        return float(self._next(ClockRead, "a look at the clock").now_s)
+        """Return the next reading of the recorded clock."""
+        now_s = float(self._next(ClockRead, "a look at the clock").now_s)
+        if not isfinite(now_s):
+            self._stop(DivergedError(f"{now_s} was recorded as a reading of the clock"))
+        return now_s
+
+    def _check_pages(self, command: Command) -> None:
+        """Raise DivergedError if recorded pages are not as many bytes as they must be: no file takes their place."""
+        if isinstance(command, ImportPages) and len(command.data) != len(command.places) * self.info.page_bytes:
+            self._stop(DivergedError(f"{len(command.places)} pages were recorded with {len(command.data)} bytes"))
+
+    def _check_result(self, result: StepResult, batch: StepBatch) -> None:
+        """Raise DivergedError for a result that no device can have: the engine works on with its tokens and counts."""
+        for request, chosen in result.tokens.items():
+            if not 0 <= chosen.token < self.info.vocab_size:
+                self._stop(
+                    DivergedError(f"token {chosen.token} was recorded for request {request!r}; no such token exists")
+                )
+        for part in batch.tasklets:
+            if result.failure is None and not 0 <= result.num_tasklets.get(part.job, -1) <= part.num_tasklets:
+                self._stop(
+                    DivergedError(f"step {batch.step} was recorded with other tasklets than job {part.job!r} has")
+                )
+
+    def _stop(self, error: Exception) -> NoReturn:
+        """Raise an error that ends the replay; once there is one, it is raised by whatever the engine does next."""
+        if self.stopped is None:
+            self.stopped = error
+        raise self.stopped
 
     def _next(self, kind: type, wanted: Any) -> Any:
+        if self.stopped is not None:
+            raise self.stopped
         line = self._lines.take()
         if line is None:
-            raise EndOfRecordingError
+            self._stop(EndOfRecordingError())
         if not isinstance(line, kind):
-            raise DivergedError(f"{line} was recorded, where there is now {wanted}")
+            self._stop(DivergedError(f"{line} was recorded, where there is now {wanted}"))
         return line
 
     def _compare(self, recorded: StepResult, own: StepResult) -> None:
         if recorded.packs.keys() != own.packs.keys():
-            raise DivergedError(f"packs {list(recorded.packs)} were done, now {list(own.packs)}")
+            self._stop(DivergedError(f"packs {list(recorded.packs)} were done, now {list(own.packs)}"))
         for mine, theirs in ((recorded.tokens, own.tokens), (recorded.prompts, own.prompts)):
             self.tokens_equal &= mine.keys() == theirs.keys()
         shared = recorded.tokens.keys() & own.tokens.keys()
@@ -188,11 +239,14 @@ def _with_pages(batch: StepBatch, pages: list[ImportPages]) -> StepBatch:
 
 
 def _without_files(command: Command) -> Command:
-    """Adapters and checkpoints come from other directories when a recording is replayed, and pages from nowhere."""
+    """Return a command without what differs when a recording is replayed: directories of models, adapters and
+    checkpoints, and the data of pages, which the engine does not have.
+    """
     if isinstance(command, ImportPages):
         return replace(command, data=b"")
     if isinstance(command, OpenVersion):
-        return replace(command, directory="")
-    if isinstance(command, OpenTrainer) and command.checkpoint is not None:
-        return replace(command, checkpoint="")
+        return replace(command, directory="", model=bool(command.model) * _SOME_MODEL)
+    if isinstance(command, OpenTrainer):
+        checkpoint = None if command.checkpoint is None else ""
+        return replace(command, checkpoint=checkpoint, model=bool(command.model) * _SOME_MODEL)
     return command

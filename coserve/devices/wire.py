@@ -18,6 +18,12 @@ from coserve.home import is_disk_full
 _LENGTH = struct.Struct("<Q")
 
 
+# coserve's own errors by name. A message names its error, and whatever else it may name is none of them.
+_OWN_ERRORS = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, CoserveError)
+}
+
+
 class Call(msgspec.Struct, tag=True, frozen=True):
     """Do a command, or run a step; answered by `Done` or `Raised` with the same number."""
 
@@ -40,9 +46,9 @@ class Raised(msgspec.Struct, tag=True, frozen=True):
     message: str
 
     def error(self) -> Exception:
-        """The error: one of coserve's own or of the system's as it was, anything else as RuntimeError."""
-        own = getattr(errors, self.kind, None)
-        if isinstance(own, type) and issubclass(own, CoserveError):
+        """Return the error: one of coserve's own or of the system's as it was, anything else as RuntimeError."""
+        own = _OWN_ERRORS.get(self.kind)
+        if own is not None:
             return own(self.message)
         return OSError(self.message) if self.kind == "OSError" else RuntimeError(f"{self.kind}: {self.message}")
 

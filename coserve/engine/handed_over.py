@@ -7,8 +7,10 @@ Who computes, and what goes between the two, is in `coserve.handover`.
 """
 
 from collections import deque
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from coserve.devices.base import Device
 from coserve.devices.messages import Command, ImportPages
@@ -19,8 +21,8 @@ class HandedBlocks(msgspec.Struct, frozen=True):
     """Blocks of a prompt in a page file: the first of them, and how many there are from the file's start on."""
 
     path: str
-    first_block: int
-    num_blocks: int
+    first_block: Annotated[int, Meta(ge=0)]
+    num_blocks: Annotated[int, Meta(ge=0)]
 
 
 class HandedOver:

@@ -1,26 +1,42 @@
-"""An engine that writes down all that makes it do what it does: what it is asked, the clock, the device.
+"""An engine that writes everything that decides its steps to a file: its inputs, clock readings, and the device's work.
 
-A recording holds the files of adapters and checkpoints that the engine was told to load; of the model only the name.
+A recording holds the files of the adapters and checkpoints that the engine loaded; of the model it holds only the name.
+The lines of the file are in `recorded_lines.py`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from coserve.adapters.file_names import CONFIG_FILE, WEIGHTS_FILE
-from coserve.devices.job_messages import OPTIMIZER_FILE
-from coserve.devices.messages import DeviceInfo, OpenVersion
-from coserve.devices.recording import DeviceLine, Executed, FrameWriter, RecordingDevice, read_frames
+from coserve.devices.messages import OpenVersion
+from coserve.devices.recording import Executed, FrameWriter, RecordingDevice
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.checkpoint import POSITION_FILE, Checkpoint
-from coserve.engine.config import EngineConfig
+from coserve.engine.checkpoint import Checkpoint
 from coserve.engine.engine import Engine
 from coserve.engine.handed_over import HandedBlocks
 from coserve.engine.job_start import PeftFields
+from coserve.engine.recorded_lines import (
+    FILE_NAMES,
+    FORMAT,
+    AddTokens,
+    Arrive,
+    Cancel,
+    EnsureFiles,
+    Files,
+    FinishLoad,
+    Header,
+    Hold,
+    Input,
+    LoadFiles,
+    OnJob,
+    Step,
+    Stop,
+    SubmitExamples,
+    UnloadAdapter,
+    UseVocabulary,
+)
 from coserve.engine.served_adapters import AdapterLoad
 from coserve.engine.versions import AdapterVersion
 from coserve.errors import DataError
@@ -28,137 +44,6 @@ from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 from coserve.tuning.shard import Shard
-
-_FORMAT = 3
-# What a directory of an adapter or a checkpoint may hold.
-_FILES = (CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE, POSITION_FILE)
-
-Files = dict[str, bytes]
-
-
-class Header(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The first frame: the format, the device, and how the engine was set up."""
-
-    format: int
-    info: DeviceInfo
-    config: EngineConfig
-    end_tokens: tuple[int, ...]
-    has_tokenizer: bool
-
-
-# -- what an engine is asked: the arguments of its methods ---------------------------------
-
-
-class Step(msgspec.Struct, tag="step", frozen=True):
-    """`step`"""
-
-
-class AddTokens(msgspec.Struct, tag="add_tokens", frozen=True, kw_only=True):
-    """`add_tokens`"""
-
-    prompt: list[int]
-    params: SamplingParams
-    adapter: str | None
-    slo: Slo | None
-    request_id: str | None
-    arrival_s: float | None
-    tenant: str
-    priority: int = 0
-    batch_due_s: float | None = None
-
-
-class UseVocabulary(msgspec.Struct, tag="use_vocabulary", frozen=True):
-    """`use_vocabulary`"""
-
-    pieces: tuple[bytes, ...]
-    special: tuple[int, ...]
-
-
-class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """`cancel`"""
-
-    request: str
-
-
-class Stop(msgspec.Struct, tag="stop", frozen=True):
-    """`stop`"""
-
-    request: str
-    index: int
-    num_tokens: int
-
-
-class Hold(msgspec.Struct, tag="hold", frozen=True):
-    """`hold`"""
-
-    request: str
-
-
-class Arrive(msgspec.Struct, tag="arrive", frozen=True):
-    """`arrive`"""
-
-    request: str
-    blocks: HandedBlocks | None
-
-
-class FinishLoad(msgspec.Struct, tag="finish_load", frozen=True):
-    """`finish_load`; key: of the version."""
-
-    name: str
-    key: str
-    files: Files
-
-
-class LoadFiles(msgspec.Struct, tag="load_adapter", frozen=True):
-    """`load_adapter`"""
-
-    name: str
-    files: Files
-    model: str = ""
-
-
-class EnsureFiles(msgspec.Struct, tag="ensure_adapter", frozen=True):
-    """`ensure_adapter`; files: none if the adapter is there."""
-
-    name: str
-    files: Files
-    model: str = ""
-
-
-class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
-    """`unload_adapter`"""
-
-    name: str
-
-
-class SubmitExamples(msgspec.Struct, tag="submit_examples", frozen=True, kw_only=True):
-    """`submit_examples`; checkpoint: its files."""
-
-    examples: list[Example]
-    config: TuningConfig
-    adapter: dict[str, Any] | str | None
-    name: str | None
-    validation: list[Example]
-    job_id: str | None
-    checkpoint: Files | None
-    tenant: str
-    alone_until_step: int = 0
-    model: str = ""
-
-
-class OnJob(msgspec.Struct, tag="on_job", frozen=True):
-    """One of the methods that take a job's id alone."""
-
-    method: str
-    job: str
-
-
-# fmt: off
-Input = (
-    Step | AddTokens | UseVocabulary | Cancel | Stop | Hold | Arrive
-    | LoadFiles | EnsureFiles | FinishLoad | UnloadAdapter | SubmitExamples | OnJob
-)
-# fmt: on
 
 
 class RecordingEngine(Engine):
@@ -169,7 +54,7 @@ class RecordingEngine(Engine):
         self._writer, self._depth, self._plain_device = writer, 0, plain.device
         writer.write(
             Header(
-                format=_FORMAT,
+                format=FORMAT,
                 info=plain.device.info,
                 config=plain.config,
                 end_tokens=tuple(sorted(plain.end_tokens)),
@@ -351,24 +236,6 @@ def record(engine: Engine, path: str) -> RecordingEngine:
     raise AssertionError("numbers do not end")
 
 
-def read_recording(path: str | Path) -> tuple[Header, Iterator[DeviceLine | Input]]:
-    """Its header and its lines; DataError if the file is no recording."""
-    try:
-        frames = read_frames(path)
-        header = msgspec.msgpack.decode(next(frames, b""), type=Header)
-    except (OSError, msgspec.DecodeError) as error:
-        raise DataError(f"{path} is no recording of `coserve up --record`: {error}") from None
-    if header.format != _FORMAT:
-        raise DataError(f"{path} is a recording of format {header.format}; this version reads format {_FORMAT}")
-    return header, _lines(frames)
-
-
-def _lines(frames: Iterable[bytes]) -> Iterator[DeviceLine | Input]:
-    decode = msgspec.msgpack.Decoder(DeviceLine | Input).decode
-    return map(decode, frames)
-
-
 def _read(directory: str | Path) -> Files:
-    """The files of an adapter or a checkpoint, those that are there."""
-    paths = [Path(directory) / name for name in _FILES]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+    """Return the contents of those files of an adapter or a checkpoint that are there."""
+    return {name: path.read_bytes() for name in FILE_NAMES if (path := Path(directory) / name).is_file()}

@@ -1,19 +1,21 @@
 """A recording run again: the engine decides anew, by the recorded clock and results, and a device works along."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
 
 from coserve.devices.base import Device
-from coserve.devices.replay import DivergedError, EndOfRecordingError, Lines, ReplayDevice
+from coserve.devices.messages import DeviceInfo
+from coserve.devices.replay import DamagedRecordingError, DivergedError, EndOfRecordingError, Lines, ReplayDevice
 from coserve.engine.core import EngineCore
 from coserve.engine.engine import Engine
 from coserve.engine.prompts import load_tokenizer
-from coserve.engine.recording import (
+from coserve.engine.recorded_lines import (
     AddTokens,
     Arrive,
     Cancel,
@@ -33,12 +35,24 @@ from coserve.engine.recording import (
 )
 from coserve.engine.served_adapters import AdapterLoad
 from coserve.errors import CoserveError, DataError, ModelError
-from coserve.models.source import find_model
+from coserve.models.source import find_here, find_model
+
+_log = logging.getLogger(__name__)
+
+# The fields of `DeviceInfo` that the device must share with the recorded one. The engine's plans depend on them, and so
+# do the bounds of what the device reads and writes.
+_EQUAL_FIELDS = (
+    *("dtype", "vocab_size", "num_layers", "max_positions"),
+    *("num_pages", "page_bytes", "block_tokens", "num_host_pages", "num_state_pages"),
+)
+_MAX_REASON = 300
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayReport:
-    """plans_equal: whether there were steps, and the engine did in each what it did then; diverged: why not, in words.
+    """The result of a replay.
+
+    plans_equal: whether there were steps, and the engine did in each what it did then; diverged: why not, in words.
     max_loss_difference: of any pack's mean loss.
     """
 
@@ -56,12 +70,10 @@ def replay(header: Header, lines: Iterator[object], device: Device) -> ReplayRep
         device: with the model, the pages and the profile of the recorded one; it works along, and is compared.
 
     Raises:
-        DataError: the device is another one. ModelError: the model's tokenizer, which says where stop strings end a
-        text, is not to be had.
+        DataError: the device is another one, or the recording is damaged.
+        ModelError: the model's tokenizer, which says where stop strings end a text, is missing.
     """
-    for name in ("dtype", "vocab_size", "num_layers", "num_pages", "page_bytes", "block_tokens", "num_host_pages"):
-        if (recorded := getattr(header.info, name)) != (own := getattr(device.info, name)):
-            raise DataError(f"the recording is of a device with {name} {recorded}; this one has {own}")
+    check_same_device(header.info, device.info)
     stream = Lines(lines)
     # Without the file of its profile, which is this machine's.
     replayed = ReplayDevice(msgspec.structs.replace(header.info, profile_path=""), device, stream)
@@ -72,10 +84,8 @@ def replay(header: Header, lines: Iterator[object], device: Device) -> ReplayRep
             if not isinstance(line, Input):
                 raise DivergedError(f"{line} was recorded, where the engine has nothing to do")
             _ask_again(engine, line, replayed)
-    except EndOfRecordingError:
-        pass
-    except DivergedError as error:
-        diverged = str(error)
+    except Exception as error:
+        diverged = _why_it_ended(replayed.stopped or error)
     if not replayed.num_steps and diverged is None:
         diverged = "the recording has no step"
     return ReplayReport(
@@ -85,6 +95,48 @@ def replay(header: Header, lines: Iterator[object], device: Device) -> ReplayRep
         max_loss_difference=replayed.max_loss_difference,
         diverged=diverged,
     )
+
+
+def with_models_here(header: Header) -> Header:
+    """Return the header with the directories of its models on this machine, so that nothing is fetched for it.
+
+    Raises:
+        ModelError: a model is not on this machine.
+    """
+    trainable = {name: find_here(model) for name, model in header.config.trainable_models.items()}
+    return msgspec.structs.replace(
+        header,
+        info=msgspec.structs.replace(header.info, model=find_here(header.info.model)),
+        config=replace(header.config, trainable_models=trainable),
+    )
+
+
+def check_same_device(recorded: DeviceInfo, own: DeviceInfo) -> None:
+    """Raise DataError, naming the first difference, unless plans for the recorded device can run on this one."""
+    for name in _EQUAL_FIELDS:
+        if getattr(recorded, name) != getattr(own, name):
+            raise DataError(
+                f"the recording is of a device with {name} {getattr(recorded, name)}; this one has {getattr(own, name)}"
+            )
+
+
+def _why_it_ended(error: Exception) -> str | None:
+    """Return what the replayed engine did otherwise than the recorded one, if that is why the replay ended.
+
+    Raises:
+        DataError: a line of the recording cannot be read.
+    """
+    if isinstance(error, EndOfRecordingError):
+        return None
+    if isinstance(error, DivergedError):
+        return str(error)
+    if isinstance(error, DamagedRecordingError):
+        raise DataError(str(error)) from None
+    if isinstance(error, CoserveError):
+        raise error
+    _log.debug("the replayed engine failed", exc_info=error)
+    reason = " ".join(str(error).split())[:_MAX_REASON]
+    return f"the engine raised {type(error).__name__}, and did not when it was recorded: {reason}"
 
 
 def _engine(header: Header, device: ReplayDevice) -> Engine:
@@ -136,9 +188,24 @@ def _ask(engine: EngineCore, line: Input) -> None:
     elif isinstance(line, UnloadAdapter):
         engine.unload_adapter(line.name)
     elif isinstance(line, OnJob):
-        getattr(engine, line.method)(line.job)
+        _ask_of_job(engine, line)
     else:
         _ask_with_files(engine, line)
+
+
+def _ask_of_job(engine: EngineCore, line: OnJob) -> None:
+    """Call the method of a job that the line names."""
+    match line.method:
+        case "pause_job":
+            engine.pause_job(line.job)
+        case "resume_job":
+            engine.resume_job(line.job)
+        case "cancel_job":
+            engine.cancel_job(line.job)
+        case "forget_job":
+            engine.forget_job(line.job)
+        case "checkpoint":
+            engine.checkpoint(line.job)
 
 
 def _ask_with_files(engine: EngineCore, line: LoadFiles | EnsureFiles | FinishLoad | SubmitExamples) -> None:
@@ -169,8 +236,8 @@ def _ask_with_files(engine: EngineCore, line: LoadFiles | EnsureFiles | FinishLo
 
 @contextmanager
 def _directory(files: Files) -> Iterator[Path]:
-    """Files where they can be read, for a moment."""
+    """Write the files of an adapter or a checkpoint to a temporary directory, which is removed afterwards."""
     with TemporaryDirectory(prefix="coserve-replay-") as name:
-        for file, content in files.items():
+        for file, content in files.items():  # `FileName` has plain names alone
             (Path(name) / file).write_bytes(content)
         yield Path(name)

@@ -54,6 +54,25 @@ def find_model(name: str | Path, *, with_weights: bool = True) -> ModelSource:
     return ModelSource(name=name, config=_read_config(directory / "config.json"), directory=directory)
 
 
+def find_here(name: str) -> str:
+    """Return a name for a model whose files are on this machine: for a hub id its directory in the hub's cache, for
+    any other name the name itself. Nothing is fetched.
+
+    Raises:
+        UnknownModelError: there is no such model on this machine.
+    """
+    if name.startswith(_DUMMY) or _local_directory(name) is not None:
+        return name
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, local_files_only=True)
+    except Exception as error:  # as in `_fetch`
+        raise UnknownModelError(
+            f"{shown(name)} is not a model on this machine, and it is not fetched for this"
+        ) from error
+
+
 def check_model(name: str) -> None:
     """Refuse a model that is on this machine, as far as its small files tell, which takes no time; see `find_model`.
 

@@ -12,7 +12,7 @@ from job_data import DATA
 from served import Served, serving
 
 from coserve.devices.recording import Submitted
-from coserve.engine.recording import read_recording
+from coserve.engine.recorded_lines import read_recording
 
 pytestmark = pytest.mark.long
 

@@ -20,7 +20,8 @@ from coserve.devices.recording import Submitted
 from coserve.devices.step_messages import LossRows, RequestRows, StepResult, Tasklets, Update, WindowRows
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.engine.recording import read_recording, record
+from coserve.engine.recorded_lines import read_recording
+from coserve.engine.recording import record
 from coserve.engine.replay import replay
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.scheduling import Partition

@@ -22,7 +22,8 @@ from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.step_messages import StepBatch, StepFailure
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.engine.recording import AddTokens, RecordingEngine, read_recording, record
+from coserve.engine.recorded_lines import AddTokens, read_recording
+from coserve.engine.recording import RecordingEngine, record
 from coserve.engine.replay import replay
 from coserve.errors import AdapterError, DataError, RequestError
 from coserve.memory.paged_kv import kv_page_bytes

@@ -27,7 +27,8 @@ from coserve.devices.step_messages import StepFailure
 from coserve.devices.swap_messages import SwapIn
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.engine.recording import read_recording, record
+from coserve.engine.recorded_lines import read_recording
+from coserve.engine.recording import record
 from coserve.engine.replay import replay as run_again
 from coserve.engine.request import Chunk
 from coserve.engine.vocabulary import TokenBytes

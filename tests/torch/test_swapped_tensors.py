@@ -36,7 +36,8 @@ from coserve.devices.swap_messages import SwapInTensors, SwapOutTensors
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
-from coserve.engine.recording import read_recording, record
+from coserve.engine.recorded_lines import read_recording
+from coserve.engine.recording import record
 from coserve.engine.replay import replay
 from coserve.engine.request import Chunk
 from coserve.errors import DeviceMemoryError

@@ -37,7 +37,8 @@ from coserve.devices.swap_messages import SwapIn, SwapOut
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.engine.engine import Engine
-from coserve.engine.recording import read_recording, record
+from coserve.engine.recorded_lines import read_recording
+from coserve.engine.recording import record
 from coserve.engine.replay import replay
 from coserve.engine.request import Chunk
 from coserve.errors import BudgetError

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from coserve.errors import DataError
+
 if TYPE_CHECKING:
     from coserve.devices.base import Device
-    from coserve.engine.recording import Header
+    from coserve.engine.recorded_lines import Header
 
 
 class On(StrEnum):
@@ -32,13 +34,18 @@ def replay(
     The engine decides anew from what it was asked, the recorded clock and the recorded results; the device does the
     same work beside it. Plans must be equal anywhere; tokens and losses in float32 on the same kind of device.
 
+    FILE may be anyone's: it is read as data, and nothing is written but to a temporary directory. The model that it
+    names must be on this machine; nothing is fetched.
+
     The last line is JSON: steps, plans_equal, tokens_equal, max_loss_difference (null on a device that has no tokens
     or losses of its own). The status is 1 if plans or tokens are not equal.
     """
-    from coserve.engine.recording import read_recording
+    from coserve.engine.recorded_lines import read_recording
     from coserve.engine.replay import replay as run
+    from coserve.engine.replay import with_models_here
 
     header, lines = read_recording(file)
+    header = with_models_here(header)
     opened = _open(header, device)
     try:
         report = run(header, lines, opened)
@@ -59,7 +66,7 @@ def replay(
 
 
 def _open(header: "Header", device: On) -> "Device":
-    """The recorded device, or its like."""
+    """Open the recorded device, or one like it."""
     from coserve.devices.settings import DeviceSettings
 
     info = header.info
@@ -75,6 +82,7 @@ def _open(header: "Header", device: On) -> "Device":
             block_tokens=info.block_tokens,
             num_host_pages=info.num_host_pages,
         )
+    _check_before_loading(header)
     settings = DeviceSettings(
         model=info.model,
         dtype=info.dtype,
@@ -95,3 +103,38 @@ def _open(header: "Header", device: On) -> "Device":
     from coserve.devices.loading import open_device
 
     return open_device(settings)
+
+
+def _check_before_loading(header: "Header") -> None:
+    """Raise DataError, before any memory is taken, if the recorded device is not one of the model's, or needs more
+    memory than there is.
+    """
+    from coserve.devices.counting import device_info
+    from coserve.devices.process_memory import available_bytes
+    from coserve.engine.replay import check_same_device
+    from coserve.models.backbone import find_device, load_backbone
+
+    recorded, place = header.info, find_device(header.info.device)
+    info = device_info(
+        load_backbone(
+            recorded.model,
+            dtype=recorded.dtype,
+            weights=recorded.weights,
+            device="meta",
+            max_positions=recorded.max_positions,
+        ),
+        num_pages=recorded.num_pages,
+        block_tokens=recorded.block_tokens,
+        threads=recorded.threads,
+        profile=recorded.profile,
+        num_host_pages=recorded.num_host_pages,
+    )
+    check_same_device(recorded, info)
+    on_device = info.weight_bytes + info.num_pages * info.page_bytes
+    on_host = info.num_host_pages * info.page_bytes + (on_device if place.type == "cpu" else 0)
+    for device, num_bytes in ((place, on_device), (find_device("cpu"), on_host)):
+        if num_bytes > (there := available_bytes(device)):
+            raise DataError(
+                f"the recorded device takes {num_bytes:,} bytes of memory ({device.type}), and {there:,} are free "
+                "here; --device modelled takes none"
+            )
