@@ -53,8 +53,8 @@ def load_adapter(
         taking: decides, before memory is taken, whether there is enough.
 
     Raises:
-        AdapterError: files are missing or damaged, the method or a setting is not supported, or the adapter was made
-        for another model; AdapterTooLargeError: as `taking` raises it.
+        AdapterError: files are missing or damaged, a number is NaN or infinite, the method or a setting is not
+        supported, or the adapter was made for another model; AdapterTooLargeError: as `taking` raises it.
     """
     directory = Path(directory)
     config = read_config(directory)
@@ -64,16 +64,22 @@ def load_adapter(
         with taking(str(directory), layout):
             for name, module in extra.items():
                 _check_base_layer(file.read(name), module, layout, backbone, directory)
-            tensors = {name: file.read(name) for name in file.headers if name not in extra}
+            tensors = {name: file.read_finite(name, backbone.dtype) for name in file.headers if name not in extra}
             masters = config.from_peft_tensors(tensors, layout)
             return config.as_served(Adapter(backbone, config, every_target=False, masters=masters), is_fresh=False)
 
 
-def check_directory(directory: str | Path) -> None:
-    """AdapterError if there is no adapter, or it cannot be read, as far as that is seen without its tensors."""
+def check_directory(directory: str | Path, *, reads_tensors: bool = False) -> None:
+    """Raise AdapterError if there is no adapter in a directory, or it cannot be read, as far as that can be seen
+    without its model.
+
+    reads_tensors: whether numbers that are NaN or infinite are looked for, which reads the whole file.
+    """
     read_config(Path(directory))
-    with open_tensors(Path(directory) / WEIGHTS_FILE):
-        pass
+    with open_tensors(Path(directory) / WEIGHTS_FILE) as file:
+        for name, header in file.headers.items() if reads_tensors else ():
+            if header.is_floating_point:
+                file.read_finite(name, torch.float32)
 
 
 def read_config(directory: Path) -> AdapterConfig:

@@ -15,7 +15,7 @@ import torch
 
 from coserve.adapters.whole_files import replace_file
 from coserve.errors import AdapterError
-from coserve.settings import MOST_WHOLE, is_whole
+from coserve.settings import MOST_WHOLE, is_whole, shown
 
 # Of the names and shapes alone: enough for some fifty thousand tensors.
 _MOST_HEADER_BYTES = 8 << 20
@@ -42,8 +42,22 @@ class TensorFile:
         self._path, self._stack = path, stack
         self._file: Any = None
 
+    def read_finite(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return one tensor, on the CPU, as it is stored.
+
+        Raises:
+            AdapterError: one of its numbers is NaN or infinite, or would be in `dtype`, which it is computed with.
+        """
+        tensor = self.read(name)
+        if bool(torch.isfinite(tensor.to(dtype)).all()):
+            return tensor
+        fault = f"numbers that are too large for {str(dtype).removeprefix('torch.')}"
+        if not bool(torch.isfinite(tensor.float()).all()):
+            fault = "numbers that are NaN" if bool(torch.isnan(tensor.float()).any()) else "infinite numbers"
+        raise AdapterError(f"{self._path}: {shown(name)[1:-1]} has {fault}; every answer with it would be wrong")
+
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU."""
+        """Return one tensor, on the CPU, whatever its numbers are."""
         from safetensors import safe_open
 
         if self._file is None:  # not before: this maps the whole file, whatever its size

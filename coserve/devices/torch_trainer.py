@@ -327,7 +327,9 @@ def open_trainer(
 
 
 def _read_state(path: Path, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What was written of an optimizer, read only if its shapes are those of the parameters (or of single numbers)."""
+    """Return what was written of an optimizer. It is read only if its shapes are those of the parameters (or of single
+    numbers); AdapterError if they are not, or a number is not finite.
+    """
     with open_tensors(path) as file:
         for key, header in file.headers.items():
             master = masters.get(key.rpartition("/")[0])
@@ -337,4 +339,4 @@ def _read_state(path: Path, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
                     f"{path} is not this adapter's: {key}, of shape {list(header.shape)}, {needed} (a job is resumed "
                     "with the settings of the adapter that it began with)"
                 )
-        return {key: file.read(key) for key in file.headers}
+        return {key: file.read_finite(key, torch.float32) for key in file.headers}

@@ -16,20 +16,23 @@ from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
+from coserve.adapters.whole_files import read_small_file
 from coserve.devices.base import Device
 from coserve.devices.job_messages import OPTIMIZER_FILE, DropCheckpoint, WriteCheckpoint
 from coserve.devices.messages import Command
-from coserve.errors import DiskFullError, JobError
+from coserve.errors import AdapterError, DiskFullError, JobError
 from coserve.home import is_disk_full
+from coserve.settings import check_number, check_whole, shown
 
 POSITION_FILE = "job.json"
+_MAX_POSITION_BYTES = 1 << 16
 # What only the job itself needs, to resume.
 JOB_FILES = (POSITION_FILE, OPTIMIZER_FILE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobPosition:
-    """How far a job had come, in whole optimizer steps.
+    """How far a job had come, in whole optimizer steps; ValueError for numbers that no job has.
 
     evaluated: whether the validation set has been measured after the last of them, where that was due. num_bad_steps:
     steps in a row whose gradient was not finite. num_steps, num_examples, num_tokens: of the whole job and its data, so
@@ -44,6 +47,14 @@ class JobPosition:
     num_steps: int
     num_examples: int
     num_tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "num_examples", "num_tokens", "num_tokens_trained", "num_bad_steps"):
+            check_whole(name, getattr(self, name), 0)
+        check_whole("num_steps_done", self.num_steps_done, 0, self.num_steps)
+        check_number("num_rows_run", self.num_rows_run, least=0)
+        if not isinstance(self.evaluated, bool):
+            raise ValueError(f"evaluated must be true or false, not {shown(self.evaluated)}")
 
     def check_is_of(self, job: "JobPosition") -> None:
         """JobError if this is of another job than that one, which is at its beginning."""
@@ -126,8 +137,9 @@ def read_position(directory: str | Path) -> JobPosition:
     """How far the job had come; JobError if this is no checkpoint of a job."""
     path = Path(directory) / POSITION_FILE
     try:
-        return JobPosition(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        content = read_small_file(path, _MAX_POSITION_BYTES)
+        return JobPosition(**json.loads(content or b""))
+    except (AdapterError, ValueError, TypeError, RecursionError):
         raise JobError(f"{directory} is no checkpoint of a job: it has no usable {POSITION_FILE}") from None
 
 

@@ -111,7 +111,7 @@ class GivenAdapters:
             if name in taken or name in self._known or "@" in name:
                 raise AdapterError(f"--lora-modules {name}: the name is taken, or has an @; choose another")
             try:
-                check_directory(path)
+                check_directory(path, reads_tensors=True)
             except (AdapterError, OSError, ValueError) as error:
                 raise AdapterError(f"--lora-modules {name}: {error}") from None
             directory = str(Path(path).resolve())

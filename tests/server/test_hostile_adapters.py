@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from math import nan
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from served import Served, adapter_root, peft_model
 
 EVIL = "([a-z_.0-9]+)+X"
@@ -83,6 +85,19 @@ def test_a_directory_is_refused_with_the_reason(served: Served, fields: dict[str
     answer = served.post("/v1/load_lora_adapter", json=body)
     assert answer.status_code == 400, answer.text
     assert said in answer.json()["error"]["message"]
+    is_well(served)
+
+
+def test_numbers_that_are_not_finite_are_refused_by_file_and_tensor(served: Served):
+    path = changed("spoilt") / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = min(tensors)
+    tensors[name].view(-1)[0] = nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    answer = served.post("/v1/load_lora_adapter", json={"lora_name": "spoilt", "lora_path": str(path.parent)})
+    assert answer.status_code == 400, answer.text
+    assert f"{path}: {name} has numbers that are NaN" in answer.json()["error"]["message"]
+    assert "spoilt" not in [model.id for model in served.client().models.list()]
     is_well(served)
 
 

@@ -180,6 +180,8 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
         ("optimizer.safetensors", b"", AdapterError),
         ("adapter_model.safetensors", b"nonsense", AdapterError),
         ("job.json", b"{}", JobError),
+        ("job.json", b"[" * 100_000, JobError),
+        ("job.json", b" " * 100_000, JobError),
     ):
         whole = (checkpoint / file).read_bytes()
         (checkpoint / file).write_bytes(content)
@@ -193,6 +195,29 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     with pytest.raises(JobError, match="no checkpoint"):
         submit(other, checkpoint=tmp_path / "elsewhere")
     submit(other, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_steps_done", -1),
+        ("num_steps_done", 10**6),
+        ("num_steps_done", "2"),
+        ("num_bad_steps", 2.5),
+        ("num_rows_run", float("nan")),
+        ("num_tokens_trained", None),
+        ("evaluated", 7),
+    ],
+)
+def test_a_position_that_no_job_has_is_refused(name, value, tmp_path):
+    engine = make_engine()
+    submit(engine, adapter=LORA)
+    run_to_step(engine, 2)
+    checkpoint = engine.checkpoint("job").write(tmp_path)
+    path = checkpoint / "job.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(JobError, match=r"no usable job\.json"):
+        submit(make_engine(), checkpoint=checkpoint)
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path):
