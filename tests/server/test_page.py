@@ -91,6 +91,34 @@ def test_pages_of_other_sites_change_nothing(served, client):
     assert own.status_code == 404, "its own page may ask"
 
 
+def test_origin_tells_pages_of_other_sites_where_browsers_send_nothing_else(served, client):
+    """They send `Sec-Fetch-Site` to localhost and over TLS alone."""
+    cancel, port = "/v1/fine_tuning/jobs/x/cancel", served.url.rpartition(":")[2]
+    form = {"files": {"file": ("a.jsonl", "{}")}, "data": {"purpose": "fine-tune"}}
+    before = len(client.files.list().data)
+    for origin in ("http://evil.example", "null", f"http://127.0.0.1:{int(port) + 1}", "http://127.0.0.1", "file://"):
+        refused = served.post("/v1/files", headers={"origin": origin}, **form)
+        assert refused.status_code == 403 and refused.json()["error"]["code"] == "cross_site", origin
+        assert served.post(cancel, headers={"origin": origin}).status_code == 403
+        assert httpx.delete(f"{served.url}/v1/files/x", headers={"origin": origin}).status_code == 403
+        assert served.get("/v1/models", headers={"origin": origin}).status_code == 200
+    twice = [("origin", served.url), ("origin", "http://evil.example")]
+    assert served.post(cancel, headers=twice).status_code == 403
+    assert len(client.files.list().data) == before
+    for own in ({"origin": served.url}, {"origin": served.url.upper()}, {}):
+        assert served.post(cancel, headers=own).status_code == 404, "its own page and other clients may ask"
+    proxied = {"origin": "https://chat.example", "host": f"127.0.0.1:{port}", "sec-fetch-site": "same-origin"}
+    assert served.post(cancel, headers=proxied).status_code == 404, "a proxy has changed the host"
+
+
+@pytest.mark.long
+def test_origins_that_are_named_may_ask():
+    with serving("--cors-origin", "https://chat.example") as served:
+        for origin, status in (("https://chat.example", 404), ("https://other.example", 403)):
+            answer = served.post("/v1/fine_tuning/jobs/x/cancel", headers={"origin": origin})
+            assert answer.status_code == status
+
+
 @pytest.mark.long
 def test_with_keys_the_page_tells_nothing_before_the_key(tmp_path):
     path = keys_file(tmp_path, "", ann="ann-key", ben="ben-key")
