@@ -16,13 +16,14 @@ from coserve.client.ports import free_port
 from coserve.errors import ServerError
 from coserve.home import share_measurements
 from coserve.jobs.names import is_checkpoint
+from coserve.secret_variables import CLIENT_KEY
 
 Url = Annotated[
     str, typer.Option(envvar="COSERVE_URL", metavar="URL", help="The server to talk to; coserve up starts one.")
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option(envvar="COSERVE_API_KEY", metavar="KEY", help="If the server was started with --api-key."),
+    typer.Option(envvar=CLIENT_KEY, metavar="KEY", help="If the server was started with --api-key."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="End with one line of JSON, for programs.")]
 

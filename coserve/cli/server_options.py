@@ -10,16 +10,40 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from coserve.errors import CoserveError
+from coserve.secret_variables import CLIENT_KEY, SERVER_KEYS, take_variable
 from coserve.server.config import ServerConfig
+from coserve.server.keys import tenant_and_digest
 from coserve.server.options import GROUPS, option_of
 
 
 def server_config(**given: Any) -> ServerConfig:
-    """CoserveError says what is wrong, by the names of options."""
+    """Return the configuration that options describe, with the keys of COSERVE_API_KEYS, which are taken out of the
+    environment.
+
+    Raises:
+        CoserveError: says what is wrong, by the names of options.
+    """
+    take_variable(CLIENT_KEY)  # a server needs no client's key
+    keys = given.pop("api_keys", ())
     try:
-        return ServerConfig(**given)
+        return ServerConfig(**given, api_keys=_with_environment(keys))
     except ValueError as error:
         raise CoserveError(_by_option_names(str(error))) from None
+
+
+def _with_environment(keys: Sequence[str]) -> tuple[str, ...]:
+    """Return the keys of --api-key, and after them those of the environment that are not among them."""
+    tenants = {digest: tenant for tenant, digest in map(tenant_and_digest, keys)}
+    more: list[str] = []
+    for tenant, digest in map(tenant_and_digest, take_variable(SERVER_KEYS).split()):
+        if digest not in tenants:
+            tenants[digest] = tenant
+            more.append(f"{tenant}={digest}")
+        elif tenants[digest] != tenant:
+            raise CoserveError(
+                f"{SERVER_KEYS} gives a key to tenant {tenant!r} that is tenant {tenants[digest]!r}'s already"
+            )
+    return (*keys, *more)
 
 
 def _by_option_names(message: str) -> str:

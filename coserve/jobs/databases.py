@@ -12,6 +12,8 @@ from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, MetaData, create_engine, event, inspect, make_url
 
+from coserve.secret_variables import DATABASE
+
 # How long another writer (a backup, say) may hold the database.
 _BUSY_S = 30
 # How long PostgreSQL may take to answer at all: a server that is away is an error, not a silence.
@@ -24,8 +26,8 @@ _WRITER = int.from_bytes(b"coserve", "big")
 
 
 def database_url(given: str | None = None) -> str | None:
-    """The one that was given, or else `$COSERVE_DATABASE`; None: SQLite in the home."""
-    return given or os.environ.get("COSERVE_DATABASE") or None
+    """Return the URL that was given, or else that of the environment; None: SQLite in the home."""
+    return given or os.environ.get(DATABASE) or None
 
 
 def open_database(url: str) -> tuple[Engine, Engine]:

@@ -18,7 +18,6 @@ may do stands in a table of its name, and is the server's common setting where i
 """
 
 import logging
-import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -28,6 +27,7 @@ from typing import Any
 
 from coserve.errors import CoserveError
 from coserve.home import is_trusted
+from coserve.secret_variables import SERVER_KEYS, take_variable
 from coserve.server.config import ServerConfig
 from coserve.server.keys import TENANT_NAME, KeyRing, is_digest, tenant_and_digest
 from coserve.server.limits import Limits
@@ -35,7 +35,6 @@ from coserve.server.units import bytes_of
 
 _log = logging.getLogger(__name__)
 
-ENVIRONMENT = "COSERVE_API_KEYS"
 _LIMITS = [each.name for each in fields(Limits)]
 
 
@@ -45,8 +44,8 @@ class Keys:
     def __init__(self, config: ServerConfig) -> None:
         """CoserveError says what is wrong with a key or with the file."""
         self._config = config
-        # Taken out of it: processes that are started need not have them.
-        self._environment = _hashed(os.environ.pop(ENVIRONMENT, "").split())
+        # Commands have taken it before they started other processes (`coserve.cli.server_options`).
+        self._environment = _hashed(take_variable(SERVER_KEYS).split())
         self.ring = self._read()
         if not self.ring.is_open and not self.ring.operators:
             _log.warning("no key is an operator's, so nobody sees the metrics of all: name a tenant with --operator")
@@ -63,7 +62,7 @@ class Keys:
     def _read(self) -> KeyRing:
         config = self._config
         tenants = dict(config.tenants)
-        _add(tenants, self._environment, ENVIRONMENT)
+        _add(tenants, self._environment, SERVER_KEYS)
         operators, limits = set(config.operators), dict[str, Limits]()
         if config.api_keys_file is not None:
             held = _read_file(Path(config.api_keys_file))

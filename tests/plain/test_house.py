@@ -14,7 +14,7 @@ ROOMS = [
     *("cli", "bench", "workloads", "client", "cluster", "server", "worker", "jobs", "simulate", "handover"),
     *("engine", "devices"),
     *("scheduling", "tuning", "memory", "adapters", "models", "graph", "kernels"),
-    *("errors", "settings", "discovery", "home", "logs", "version"),
+    *("errors", "settings", "discovery", "home", "logs", "secret_variables", "version"),
 ]
 
 
