@@ -17,7 +17,7 @@ _ENV_START, _ENV_END = 47, 48
 def take_variable(name: str) -> str:
     """Return an environment variable ("" if it is not set), and remove it from this process and from what it starts.
 
-    On Linux it is overwritten in memory, too: /proc/PID/environ shows what a process began with at all times, and so does
+    On Linux it is overwritten in memory, too: /proc/PID/environ always shows what a process began with, and so does
     that of its forks. To be called before there are any.
     """
     value = os.environ.pop(name, "")

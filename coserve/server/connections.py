@@ -40,6 +40,10 @@ _TOO_MANY = "The server has as many connections as it may, all of them busy; try
 _PROBES = ("/health", "/ready")
 # What was sent last may still be on its way when a connection is closed.
 _LINGER_S = 5.0
+# Of a body that is still coming when its request has been answered: small ones are read, so that the connection can be
+# used again. Of others no more than this is read, and the client has some time to read its answer.
+_MAX_UNWANTED_BYTES = 1 << 20
+_UNWANTED_LINGER_S = 1.0
 
 
 @dataclass(kw_only=True)
@@ -115,6 +119,7 @@ class HttpProtocol(H11Protocol):
         super().__init__(config, *arguments, **more)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._is_ending = False
+        self._num_unwanted_bytes = 0
 
     # -- what others ask ----------------------------------------------------------------
 
@@ -131,6 +136,13 @@ class HttpProtocol(H11Protocol):
     def _forget(self) -> None:
         self.known.all.discard(self)
         self.known.idle.pop(self, None)
+
+    @property
+    def _is_unwanted(self) -> bool:
+        """Whether what comes belongs to a request that has been answered, or to none that will be."""
+        return self._is_ending or (
+            self.cycle is not None and self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY
+        )
 
     @property
     def _awaits_headers(self) -> bool:
@@ -157,6 +169,10 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_unwanted:
+            self._num_unwanted_bytes += len(data)
+            if self._num_unwanted_bytes > _MAX_UNWANTED_BYTES:
+                self._stop_reading()
         if self._is_ending:
             return
         super().data_received(data)
@@ -177,6 +193,7 @@ class HttpProtocol(H11Protocol):
     # -- what uvicorn does ------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
+        self._num_unwanted_bytes = 0
         super().on_response_complete()
         self._note()
 
@@ -224,6 +241,18 @@ class HttpProtocol(H11Protocol):
             f"{retry}connection: close\r\n\r\n{body}".encode()
         )
         self._close()
+
+    def _stop_reading(self) -> None:
+        """End the connection of a client that has been answered and sends on. Its answer arrives before the end does;
+        what it sends stays with the system, which soon takes no more of it.
+        """
+        if not self.transport.is_closing():
+            self.transport.pause_reading()
+            if self.transport.can_write_eof() and not self._is_ending:
+                self.transport.write_eof()
+        self._unset_keepalive_if_required()
+        self._is_ending = True
+        self._after("linger", _UNWANTED_LINGER_S, self.drop)
 
     def _close(self) -> None:
         """What was said arrives only if what the client still sends is read, and not refused by the system."""
