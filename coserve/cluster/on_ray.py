@@ -35,7 +35,8 @@ SILENT = (RayError, RayServeException, TimeoutError, RuntimeError)
 
 
 def connect(address: str) -> None:
-    """Have this process ask the cluster. ClusterError if it cannot be reached."""
+    """Have this process ask the cluster. ClusterError if it cannot be reached, or asks for another token."""
+    ClusterKeys(address)  # it says at once what `ray.init` tries for 20 s
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     own = signal.getsignal(signal.SIGTERM)
     try:

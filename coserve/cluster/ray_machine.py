@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 import ray
-from ray.exceptions import RayError, RpcError
+from ray.exceptions import AuthenticationError, RayError, RpcError
 from ray.experimental.internal_kv import GcsClient, _internal_kv_del, _internal_kv_put
 
 from coserve.cluster.ray_errors import last_words
+from coserve.cluster.ray_token import refused
 from coserve.errors import ClusterError
 from coserve.version import VERSION
 
@@ -73,6 +74,8 @@ class ClusterKeys:
     def _asking(self) -> Iterator[None]:
         try:
             yield
+        except AuthenticationError:
+            raise refused(self._address) from None
         except RpcError as error:
             raise ClusterError(
                 f"what listens at {self._address} does not answer as a Ray cluster does: {error}"

@@ -118,9 +118,19 @@ def environments() -> list[dict[str, str | None]]:
 
 
 def test_all_machines_have_the_same_environment():
-    first, *others = environments()
+    first, *others = [
+        {name: value for name, value in each.items() if not name.startswith("RAY_AUTH")} for each in environments()
+    ]
     assert "COSERVE_DATABASE" in first
     assert all(other == first for other in others)
+
+
+def test_ray_asks_for_a_token():
+    """KubeRay makes that of a service, and gives it to the pods; the chart's is a secret."""
+    assert read("rayservice.yaml")["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
+    environment = environments()[-1]
+    assert environment["RAY_AUTH_MODE"] == "token"
+    assert environment["RAY_AUTH_TOKEN"] is None
 
 
 def test_workers_drain_before_they_end():

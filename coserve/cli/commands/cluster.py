@@ -103,11 +103,12 @@ def _up(
     """
     if address is not None and ray_port is not None:
         raise ClusterError("--ray-port is for a cluster that is started here: leave it out, or --address")
-    _require_ray()
+    _require_ray(creates_token=address is None)
     config = with_finished_model(server_config(**given))
     from coserve.cluster.deploy_claim import DeployClaim
     from coserve.cluster.machines import wait_until_served
     from coserve.cluster.ray_machine import DEFAULT_PORT, ClusterKeys, ray_machine, served_at
+    from coserve.cluster.ray_token import check_reach
 
     own = _own_options(given | {"placement": placement, "fronts": fronts})
     # One without devices, or with options of its own, serves from here where nobody does yet.
@@ -138,6 +139,7 @@ def _up(
         raise ClusterError(f"--{error}") from None
     check_model(config.model)
     if address is None:  # nothing of a cluster that is there already listens here
+        check_reach(config.host)
         listen(config.host, config.port).close()
     number = _num_devices(config.device) if nodes is None else nodes
     with ExitStack() as leaving:
@@ -206,8 +208,16 @@ def _start_line(config: Any, address: str) -> str:
     scheme = "http" if config.ssl_certfile is None else "https"
     return (
         f"coserve serves {config.model} at {scheme}://{config.host}:{config.port}/v1; other machines join it with "
-        f"coserve cluster up --address {address}"
+        f"coserve cluster up --address {address}{_token_line()}"
     )
+
+
+def _token_line() -> str:
+    """Return what other machines need of this one to join, if it is the token that was made here."""
+    from coserve.cluster.ray_token import token_in_use
+
+    path = token_in_use()
+    return "" if path is None else f", and the token in {path}"
 
 
 _NEW = [
@@ -294,9 +304,13 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
-def _require_ray() -> None:
+def _require_ray(*, creates_token: bool = False) -> None:
+    """Raise ClusterError if Ray is not installed; prepare what it reads when it is imported."""
     if find_spec("ray") is None:
         raise ClusterError("clusters need Ray, which is not installed: pip install 'coserve[cluster]'")
+    from coserve.cluster.ray_token import use_token
+
+    use_token(creates=creates_token)
 
 
 def _num_devices(device: str) -> int:
