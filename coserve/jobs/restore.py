@@ -1,18 +1,19 @@
 """A home from a backup: checked whole before anything of it is where a server would read it."""
 
 import hashlib
-import json
 import shutil
 import tarfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from coserve.errors import CoserveError, StoreError
 from coserve.home import make_private
 from coserve.jobs.backup import FORMAT, MANIFEST
 from coserve.jobs.copying import Row
+from coserve.jobs.foreign_rows import ForeignRowError, check_foreign_database, check_foreign_row
 from coserve.jobs.schema import SCHEMA_VERSION
 from coserve.jobs.store import DATABASE_FILE, Store
 
@@ -29,6 +30,22 @@ class Restored:
     missing: tuple[str, ...]
 
 
+class _Content(msgspec.Struct, frozen=True, kw_only=True):
+    """What the manifest says of a file in the archive."""
+
+    sha256: str
+
+
+class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The last file of an archive; see `coserve.jobs.backup`."""
+
+    format: int
+    schema: int
+    coserve: str
+    missing: list[str]
+    contents: dict[str, _Content]
+
+
 def restore_backup(file: Path, home: Path, url: str | None = None) -> Restored:
     """Make a home of an archive. url: of an empty database for its records; SQLite in the home by default.
 
@@ -42,6 +59,7 @@ def restore_backup(file: Path, home: Path, url: str | None = None) -> Restored:
     make_private(stage)
     try:
         manifest = _extract(file, stage)
+        check_foreign_database(stage / DATABASE_FILE)
         store = Store.at(home, url)
         try:
             _copy_records(stage, home, store)
@@ -52,34 +70,40 @@ def restore_backup(file: Path, home: Path, url: str | None = None) -> Restored:
                 num_files, num_jobs = len(transaction.file_ids()), len(transaction.job_ids())
         finally:
             store.close()
-    except (OSError, tarfile.TarError, EOFError) as error:
-        reason = "it is no tar archive" if isinstance(error, tarfile.ReadError) and "\n" in str(error) else error
+    except (OSError, tarfile.TarError, EOFError, ForeignRowError) as error:
+        reason: object = error
+        if isinstance(error, tarfile.ReadError) and "unexpected end" not in str(error):
+            reason = "it is no tar archive"
         raise CoserveError(f"{file} cannot be restored: {reason}") from None
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-    return Restored(home=str(home), num_files=num_files, num_jobs=num_jobs, missing=tuple(manifest["missing"]))
+    return Restored(home=str(home), num_files=num_files, num_jobs=num_jobs, missing=tuple(manifest.missing))
 
 
-def _extract(file: Path, stage: Path) -> dict[str, Any]:
-    """All that the manifest has, and nothing else; each as it was."""
-    with tarfile.open(file) as archive:
+def _extract(file: Path, stage: Path) -> _Manifest:
+    """Extract all that the manifest has, and nothing else; each as it was.
+
+    An archive is not compressed, and has no holes: what it extracts to is no larger than itself.
+    """
+    with tarfile.open(file, "r:") as archive:
         members = archive.getmembers()
         manifest = _manifest(file, archive)
-        contents = manifest["contents"]
+        contents = manifest.contents
         names = [member.name for member in members]
-        if sorted(names) != sorted([*contents, MANIFEST]) or not all(member.isreg() for member in members):
+        are_plain = all(member.isreg() and not member.issparse() for member in members)
+        if sorted(names) != sorted([*contents, MANIFEST]) or not are_plain:
             raise CoserveError(f"{file} is damaged: it does not hold what its {MANIFEST} says")
         archive.extractall(stage, filter="data")
     for name, known in contents.items():
         with (stage / name).open("rb") as content:
-            if hashlib.file_digest(content, "sha256").hexdigest() != known["sha256"]:
+            if hashlib.file_digest(content, "sha256").hexdigest() != known.sha256:
                 raise CoserveError(f"{file} is damaged: {name} is not what was saved")
     if DATABASE_FILE not in contents:
         raise CoserveError(f"{file} is damaged: it has no {DATABASE_FILE}")
     return manifest
 
 
-def _manifest(file: Path, archive: tarfile.TarFile) -> dict[str, Any]:
+def _manifest(file: Path, archive: tarfile.TarFile) -> _Manifest:
     try:
         content = archive.extractfile(MANIFEST)
     except KeyError:
@@ -87,13 +111,11 @@ def _manifest(file: Path, archive: tarfile.TarFile) -> dict[str, Any]:
     if content is None:
         raise CoserveError(f"{file} is no backup of coserve's, or was cut short: it has no {MANIFEST}")
     try:
-        manifest: dict[str, Any] = json.load(content)
-        is_newer = manifest["format"] > FORMAT or manifest["schema"] > SCHEMA_VERSION
-        {name: known["sha256"] for name, known in manifest["contents"].items()}
-    except (ValueError, TypeError, LookupError, AttributeError):
+        manifest = msgspec.json.decode(content.read(), type=_Manifest)
+    except (ValueError, RecursionError):
         raise CoserveError(f"{file} is damaged: its {MANIFEST} is none") from None
-    if is_newer:
-        raise CoserveError(f"a newer coserve ({manifest.get('coserve')}) has written {file}: update coserve")
+    if manifest.format > FORMAT or manifest.schema > SCHEMA_VERSION:
+        raise CoserveError(f"a newer coserve ({manifest.coserve}) has written {file}: update coserve")
     return manifest
 
 
@@ -103,12 +125,15 @@ def _copy_records(stage: Path, home: Path, store: Store) -> None:
             raise StoreError("the database is not empty: restore into an empty one")
     saved = Store.at(stage)
     try:
-        saved.copy_to(store, partial(_with_absolute_paths, home))
+        saved.copy_to(store, partial(_restored_row, home))
     finally:
         saved.close()
 
 
-def _with_absolute_paths(home: Path, row: Row) -> Row:
+def _restored_row(home: Path, row: Row) -> Row:
+    """Return a row with paths of the new home in place of relative ones."""
+    check_foreign_row(row)
+
     def absolute(directory: str | None) -> str | None:
         return None if directory is None else str(home / directory)  # as it is, if it is elsewhere
 

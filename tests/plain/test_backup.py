@@ -1,12 +1,17 @@
 """`coserve backup` and `coserve restore`: one moment of a home that changes all the time, and nothing from outside."""
 
+import bz2
+import gzip
+import hashlib
 import io
 import json
+import lzma
 import shutil
+import sqlite3
 import tarfile
 import threading
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +25,7 @@ from coserve.jobs.backup import MANIFEST, write_backup
 from coserve.jobs.doctor import examine
 from coserve.jobs.records import AdapterRecord, FileRecord
 from coserve.jobs.restore import restore_backup
-from coserve.jobs.store import Store
+from coserve.jobs.store import DATABASE_FILE, Store
 from coserve.server.home_lock import lock_home
 
 
@@ -254,6 +259,85 @@ def test_archives_that_are_refused(tmp_path):
         run("restore", str(archive), "--home", str(tmp_path / "new"))
     with pytest.raises(CoserveError, match="there is no file"):
         run("restore", str(tmp_path / "none.tar"), "--home", str(tmp_path / "new2"))
+
+
+def changed_backup(tmp_path: Path, *statements: str) -> Path:
+    """A backup whose database somebody else has changed."""
+    home = HandMade(tmp_path / "home")
+    running = home.job()
+    home.checkpoint(running, 2)
+    with home.store.write() as transaction:
+        transaction.put_loaded_adapter(
+            AdapterRecord(tenant=TENANT, name="elsewhere", base="m", directory="/srv/adapter", created_at=1)
+        )
+    archive, stage = tmp_path / "good.tar", tmp_path / "stage"
+    write_backup(home.path, home.store, archive)
+    home.close()
+    with tarfile.open(archive) as old:
+        old.extractall(stage, filter="data")
+    database = stage / DATABASE_FILE
+    with closing(sqlite3.connect(database)) as connection, connection:
+        connection.execute("PRAGMA foreign_keys=OFF")
+        for statement in statements:
+            connection.execute(statement)
+    manifest = json.loads((stage / MANIFEST).read_text())
+    manifest["contents"][DATABASE_FILE]["sha256"] = hashlib.sha256(database.read_bytes()).hexdigest()
+    (stage / MANIFEST).write_text(json.dumps(manifest))
+    with tarfile.open(tmp_path / "bad.tar", "w") as new:
+        for name in [*manifest["contents"], MANIFEST]:
+            new.add(stage / name, name)
+    return tmp_path / "bad.tar"
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("UPDATE checkpoints SET directory = '/home/somebody/precious'", "not below jobs/ in the home"),
+        ("UPDATE checkpoints SET directory = 'jobs/../../precious/x'", "not below jobs/ in the home"),
+        ("UPDATE checkpoints SET directory = '..'", "not below jobs/ in the home"),
+        ("UPDATE checkpoints SET directory = ''", "not below jobs/ in the home"),
+        ("UPDATE loaded_adapters SET directory = '../elsewhere'", "not below jobs/ in the home"),
+        ("UPDATE loaded_adapters SET job = 'x'", "not below jobs/ in the home"),
+        ("UPDATE jobs SET id = '../../precious'", "as its id, which is no name"),
+        ("UPDATE jobs SET id = '..'", "as its id, which is no name"),
+        ("UPDATE jobs SET id = '/precious'", "as its id, which is no name"),
+        ("UPDATE jobs SET training_file = '../../precious'", "as its training_file, which is no name"),
+        ("UPDATE files SET id = 'a/b'", "as its id, which is no name"),
+        ('UPDATE jobs SET start = \'{"name": "n", "directory": "../x"}\'', "not below jobs/ in the home"),
+        ("UPDATE jobs SET start = '{}'", "which is no adapter"),
+        ("CREATE VIEW looks AS SELECT * FROM jobs", "'looks', which is no plain table"),
+        ("CREATE TRIGGER acts AFTER INSERT ON jobs BEGIN DELETE FROM files; END", "'acts', which is no plain table"),
+    ],
+)
+def test_a_database_of_others_leads_nowhere_out_of_the_home(tmp_path, statement, words):
+    archive = changed_backup(tmp_path, statement)
+    with pytest.raises(CoserveError, match=words):
+        run("restore", str(archive), "--home", str(tmp_path / "new"))
+    assert not (tmp_path / "new" / "jobs").exists()
+
+
+def test_a_database_that_nobody_changed_is_restored(tmp_path):
+    made = run("restore", str(changed_backup(tmp_path)), "--home", str(tmp_path / "new"))
+    assert made["num_jobs"] == 1
+
+
+def test_archives_that_grow_are_refused(tmp_path):
+    archive, bad = changed_backup(tmp_path), tmp_path / "grows.tar"
+    for open_with in (gzip.open, bz2.open, lzma.open):
+        with open_with(bad, "wb") as file:
+            file.write(archive.read_bytes())
+        with pytest.raises(CoserveError, match="it is no tar archive"):
+            run("restore", str(bad), "--home", str(tmp_path / "new"))
+    with tarfile.open(archive) as old:
+        manifest = json.loads(old.extractfile(MANIFEST).read())
+    for change in ({"contents": []}, {"missing": 7}, {"missing": [1]}, {"format": "1"}):
+        rewritten = json.dumps({**manifest, **change}).encode()
+        with tarfile.open(bad, "w") as new:
+            member = tarfile.TarInfo(MANIFEST)
+            member.size = len(rewritten)
+            new.addfile(member, io.BytesIO(rewritten))
+        with pytest.raises(CoserveError, match=r"its manifest\.json is none"):
+            run("restore", str(bad), "--home", str(tmp_path / "new"))
 
 
 def test_archives_are_written_whole_or_not_at_all(tmp_path):
