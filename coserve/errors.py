@@ -133,3 +133,11 @@ class ServerError(CoserveError):
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+_BY_NAME = {name: kind for name, kind in vars().items() if isinstance(kind, type) and issubclass(kind, CoserveError)}
+
+
+def error_of_kind(kind: str) -> type[CoserveError] | None:
+    """Return the class of one of these errors by its name, as messages between processes have it; None for others."""
+    return _BY_NAME.get(kind)

@@ -8,20 +8,13 @@ from typing import Any
 
 import msgspec
 
-from coserve import errors
 from coserve.devices.messages import Command, DeviceInfo, Reply
 from coserve.devices.settings import DeviceSettings
 from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.errors import CoserveError
+from coserve.errors import error_of_kind
 from coserve.home import is_disk_full
 
 _LENGTH = struct.Struct("<Q")
-
-
-# coserve's own errors by name. A message names its error, and whatever else it may name is none of them.
-_OWN_ERRORS = {
-    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, CoserveError)
-}
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
@@ -47,7 +40,7 @@ class Raised(msgspec.Struct, tag=True, frozen=True):
 
     def error(self) -> Exception:
         """Return the error: one of coserve's own or of the system's as it was, anything else as RuntimeError."""
-        own = _OWN_ERRORS.get(self.kind)
+        own = error_of_kind(self.kind)
         if own is not None:
             return own(self.message)
         return OSError(self.message) if self.kind == "OSError" else RuntimeError(f"{self.kind}: {self.message}")

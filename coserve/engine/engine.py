@@ -394,7 +394,7 @@ def _end_tokens(source: ModelSource, tokenizer: "PreTrainedTokenizerBase | None"
     """Ids that end a text, of all that say so: the configuration, the one for generation, the tokenizer."""
     named = [getattr(source.config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
     if source.directory is not None:
-        with suppress(OSError, ValueError, AttributeError):
+        with suppress(OSError, ValueError, AttributeError, RecursionError):
             named.append(json.loads((source.directory / "generation_config.json").read_text()).get("eos_token_id"))
     ids = [one for value in named for one in (value if isinstance(value, list | tuple) else [value])]
     return {one for one in ids if isinstance(one, int)}

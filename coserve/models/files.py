@@ -12,6 +12,8 @@ from coserve.models.families import require_family
 from coserve.models.quantised import quantisation_of
 
 _INDEX = "model.safetensors.index.json"
+# An index of a hundred thousand tensors has some ten megabytes.
+_MAX_JSON_BYTES = 64 << 20
 # What classes that generate text end with, the usual one first: `architectures` in config.json names the class that was
 # saved.
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -29,7 +31,9 @@ def check_config(path: Path) -> None:
             raise gguf_error(found[0])
         raise UnknownModelError(f"{path.parent} has no config.json; give a directory in Hugging Face's layout")
     try:
-        config = json.loads(path.read_text())
+        config = _read_json(path)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
@@ -40,6 +44,20 @@ def check_config(path: Path) -> None:
         quantisation_of(config.get("quantization_config"))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{path}: {error}") from None
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise ModelError(f"{path}: quantization_config cannot be used: {error!r}") from None
+
+
+def _read_json(path: Path) -> Any:
+    """Read a small file of a model; ValueError if it is not JSON, nested too deeply or far too long."""
+    with path.open("rb") as file:
+        content = file.read(_MAX_JSON_BYTES + 1)
+    if len(content) > _MAX_JSON_BYTES:
+        raise ValueError(f"it is longer than {_MAX_JSON_BYTES:,} bytes")
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _require_generation(path: Path, architectures: Any) -> None:
@@ -70,10 +88,12 @@ def weight_files(directory: Path) -> list[Path]:
         return [whole]
     if index.is_file():
         try:
-            names = sorted({str(directory / name) for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            names = sorted(set(_read_json(index)["weight_map"].values()))
+            if outside := [name for name in names if not name or Path(name).name != name or name == ".."]:
+                raise ValueError(f"{outside[0]!r} is not the name of a file beside it")
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise WeightsError(f"{index} is not a safetensors index: {error!r}") from None
-        files = [Path(name) for name in names]
+        files = [directory / name for name in names]
         if missing := [file.name for file in files if not file.is_file()]:
             raise WeightsError(f"{directory} lacks {some_of(missing)}, which its index names")
         return files

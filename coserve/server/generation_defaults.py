@@ -27,7 +27,7 @@ def read_defaults(model: Path | None, choice: str) -> dict[str, Any]:
         return {}
     try:
         return _read(directory / FILE)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         message = f"{directory / FILE} cannot be used: {error}"
         if choice != "auto":
             raise ModelError(message) from None

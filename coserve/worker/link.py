@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-import coserve.errors
 from coserve.engine.request import Chunk
-from coserve.errors import CoserveError, EngineGoneError
+from coserve.errors import CoserveError, EngineGoneError, error_of_kind
 from coserve.jobs.messages import JobStart
 from coserve.jobs.records import AdapterRef
 from coserve.tuning.shard import Combination
@@ -373,6 +372,5 @@ class EngineLink:
 
 
 def _error(kind: str, message: str) -> CoserveError:
-    """An error of the engine's process, in this one."""
-    made = getattr(coserve.errors, kind, CoserveError)
-    return made(message) if isinstance(made, type) and issubclass(made, CoserveError) else CoserveError(message)
+    """Return an error of the engine's process, for this one."""
+    return (error_of_kind(kind) or CoserveError)(message)

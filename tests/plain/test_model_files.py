@@ -67,6 +67,44 @@ def test_quantised_weights(tmp_path):
         assert f"weights quantised by {method} are not read; known are awq, bitsandbytes, " in refused(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[" * 100_000, "is not valid JSON: it is nested too deeply"),
+        ('{"model_type": ' * 50_000, "is not valid JSON: it is nested too deeply"),
+        ("[1]", "must hold a JSON object"),
+        ("\xff", "is not valid JSON"),
+    ],
+)
+def test_a_configuration_of_anyone_s_is_refused_in_one_line(tmp_path, content, said):
+    (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    assert said in refused(tmp_path)
+
+
+def test_a_configuration_of_gigabytes_is_not_read(tmp_path):
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    assert "is longer than" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/tmp/outside.safetensors", "a/b.safetensors", ".", "..", ""]
+)
+def test_an_index_names_files_beside_it_alone(tmp_path, name):
+    model = tmp_path / "model"
+    model.mkdir()
+    write(model, LLAMA)
+    (tmp_path / "outside.safetensors").touch()
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    assert "is not a safetensors index" in refused(model) and "not the name of a file beside it" in refused(model)
+
+
+def test_an_index_that_is_nested_too_deeply_is_refused(tmp_path):
+    write(tmp_path, LLAMA)
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    assert "is not a safetensors index" in refused(tmp_path)
+
+
 def test_weights_that_are_not_there(tmp_path):
     write(tmp_path, LLAMA)
     assert refused(tmp_path) == f"{tmp_path} has no model.safetensors, and no shards of one"

@@ -362,6 +362,43 @@ def test_tensors_that_do_not_make_a_weight_are_named(tmp_path):
         load_backbone(str(tmp_path))
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("size", [10**12, 0, -1, 1, "32", 2.5, None])
+def test_blocks_that_do_not_fit_take_no_memory(tmp_path, size, nested):
+    save(tmp_path, "bitsandbytes, 4 bits, twice")
+    path, key = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight.quant_state.bitsandbytes__nf4"
+    tensors = load_file(path)
+    state = json.loads(bytes(tensors[key].tolist()))
+    state["nested_blocksize" if nested else "blocksize"] = size
+    tensors[key] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    save_file(tensors, path)
+    with pytest.raises(WeightsError, match=r"blocks of (nested_)?blocksize"):
+        load_backbone(str(tmp_path))
+    save_file(tensors | {key: tensors[key][:5].clone()}, path)
+    with pytest.raises(WeightsError, match="a quant_state that cannot be read"):
+        load_backbone(str(tmp_path))
+
+
+@pytest.mark.parametrize("block", [[10**12, 10**12], [0, 0], [-1, 4]])
+def test_blocks_of_float8_that_do_not_fit_take_no_memory(tmp_path, block):
+    save(tmp_path, "fp8")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = block
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightsError, match="do not fit together"):
+        load_backbone(str(tmp_path))
+
+
+@pytest.mark.parametrize("block", ["x", [], [1], 7, [None, 1], [1e400, 1]])
+def test_settings_of_float8_that_mean_nothing_are_refused(tmp_path, block):
+    save(tmp_path, "fp8")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = block
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="quantization_config cannot be used"):
+        check_config(tmp_path / "config.json")
+
+
 def test_a_float8_weight_without_its_scale_is_no_float(tmp_path):
     save(tmp_path, "fp8")
     tensors = load_file(tmp_path / "model.safetensors")

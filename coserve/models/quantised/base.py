@@ -91,9 +91,11 @@ def by_blocks(scales: "Tensor", shape: Shape, block: tuple[int, int] | None) -> 
     """
     if block is None:
         return scales.reshape(-1, 1)
+    if min(block) < 1:
+        raise ValueError(f"blocks of {list(block)}")
     wanted = tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
     if tuple(scales.shape) != wanted:
         raise ValueError(f"scales {list(scales.shape)} of blocks {list(block)}, of which there are {list(wanted)}")
     for dim in (0, 1):
-        scales = scales.repeat_interleave(block[dim], dim).narrow(dim, 0, shape[dim])
+        scales = scales.repeat_interleave(min(block[dim], shape[dim]), dim).narrow(dim, 0, shape[dim])
     return scales

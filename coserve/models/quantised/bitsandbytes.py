@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from coserve.errors import UnsupportedModelError, WeightsError
 from coserve.models.quantised.base import Quantisation, Shape
+from coserve.settings import is_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,15 +60,38 @@ def _four_bits(parts: "Mapping[str, Tensor]", shape: Shape) -> "Tensor":
     state = next((parts[name] for name in _STATES if name in parts), None)
     if state is None:
         raise WeightsError("4 bits of bitsandbytes without their quant_state; save the model again, with safetensors")
-    fields = json.loads(bytes(state.cpu().tolist()))
+    fields = _fields_of(bytes(state.cpu().tolist()))
     if tuple(fields["shape"]) != shape:
         raise WeightsError(f"4 bits of a weight {fields['shape']}; the model needs {list(shape)}")
     scales = parts[".weight.absmax"]
+    _check_blocks("blocksize", fields, scales.numel(), shape[0] * shape[1])
     if _NESTED[0] in parts:
         nested, table = (parts[name].float() for name in _NESTED)
+        _check_blocks("nested_blocksize", fields, nested.numel(), scales.numel())
         each = nested.repeat_interleave(fields["nested_blocksize"])[: scales.numel()]
         scales = table[scales.long()] * each + fields["nested_offset"]
     packed = parts[".weight"].view(torch.uint8).flatten()
     indices = torch.stack((packed >> 4, packed & 15), -1).flatten()[: shape[0] * shape[1]]
     values = parts[".weight.quant_map"].float()[indices.long()]
     return (values * scales.float().repeat_interleave(fields["blocksize"])[: values.numel()]).view(shape)
+
+
+def _fields_of(state: bytes) -> dict[str, Any]:
+    """Return what a quant_state says; WeightsError if it does not say how the weight is laid out."""
+    try:
+        fields: dict[str, Any] = json.loads(state)
+        tuple(fields["shape"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise WeightsError(
+            "4 bits of bitsandbytes with a quant_state that cannot be read; fetch the model again"
+        ) from None
+    return fields
+
+
+def _check_blocks(name: str, fields: dict[str, Any], num_blocks: int, num_values: int) -> None:
+    """Raise WeightsError unless blocks of this size are as many as the values need: they are laid out in memory."""
+    size = fields.get(name)
+    if not is_whole(size, 1) or num_blocks != -(-num_values // size):
+        raise WeightsError(
+            f"4 bits of bitsandbytes with {num_blocks} blocks of {name} {size!r} for {num_values} values"
+        )
