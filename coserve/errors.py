@@ -11,6 +11,7 @@ CoserveError
 ├── AdapterError        an adapter that cannot be used with this model
 │   └── AdapterTooLargeError    one that needs more memory than there is for it now
 ├── DataError           training data that cannot be used
+│   └── NothingToTrainError     a record that is read, and of which nothing is left to train on
 ├── RequestError        a request that cannot be served as it was asked
 ├── LimitError          more than a tenant may have, or more than it may have now
 ├── JobError            a fine-tuning job that cannot be run as it was asked, or that is not there
@@ -71,6 +72,10 @@ class AdapterTooLargeError(AdapterError):
 
 class DataError(CoserveError):
     """Training data that cannot be used; the message names lines and reasons."""
+
+
+class NothingToTrainError(DataError):
+    """A record that can be read but has nothing to train on; a job that is not strict leaves it out."""
 
 
 class RequestError(CoserveError):

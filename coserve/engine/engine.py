@@ -1,8 +1,6 @@
 """The engine as a library: text in, text out, jobs from files; on torch, in this process."""
 
-import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -18,13 +16,13 @@ from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.engine.job import JobEvent
 from coserve.engine.outbox import Event
-from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
+from coserve.engine.prompts import Prompt, end_tokens_of, load_tokenizer, tokens_of
 from coserve.engine.request import Chunk, FinishReason
 from coserve.engine.text import TextStream
 from coserve.engine.training_data import Data, read_data
 from coserve.engine.vocabulary import TokenBytes
 from coserve.errors import JobError, RequestError
-from coserve.models.source import ModelSource, find_model
+from coserve.models.source import find_model
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.slo import Slo
 from coserve.settings import check_kind
@@ -173,7 +171,7 @@ class Engine(EngineCore):
             progress=weights_progress,
         )
         tokenizer = load_tokenizer(source)
-        ends = _end_tokens(source, tokenizer)
+        ends = end_tokens_of(source, tokenizer)
         return cls.from_backbone(
             backbone,
             config,
@@ -332,10 +330,12 @@ class Engine(EngineCore):
         return "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _examples(self, data: Data, config: TuningConfig, model: str) -> list[Example]:
-        tokenizer = self.tokenizer
+        tokenizer, ends = self.tokenizer, self.end_tokens
         if path := self.config.trainable_models.get(model):
-            tokenizer = load_tokenizer(find_model(path))
-        return read_data(data, config, tokenizer, path or self.device.info.model)
+            source = find_model(path)
+            tokenizer = load_tokenizer(source)
+            ends = end_tokens_of(source, tokenizer)
+        return read_data(data, config, tokenizer, path or self.device.info.model, ends)
 
 
 class _Collector:
@@ -388,13 +388,3 @@ def _text_stream(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], pa
 
 def _stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], None] | None:
     return None if progress is None else lambda done, total: progress(stage, done, total)
-
-
-def _end_tokens(source: ModelSource, tokenizer: "PreTrainedTokenizerBase | None") -> set[int]:
-    """Ids that end a text, of all that say so: the configuration, the one for generation, the tokenizer."""
-    named = [getattr(source.config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
-    if source.directory is not None:
-        with suppress(OSError, ValueError, AttributeError, RecursionError):
-            named.append(json.loads((source.directory / "generation_config.json").read_text()).get("eos_token_id"))
-    ids = [one for value in named for one in (value if isinstance(value, list | tuple) else [value])]
-    return {one for one in ids if isinstance(one, int)}

@@ -2,15 +2,17 @@
 which has no engine in its process.
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coserve.errors import CoserveError, ModelError, RequestError
 from coserve.models.source import ModelSource
 from coserve.settings import is_whole, shown
-from coserve.tuning.chats import template_message
+from coserve.tuning.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +38,16 @@ def load_tokenizer(source: ModelSource) -> "PreTrainedTokenizerBase | None":
             f"the tokenizer in {source.directory} cannot be read: {' '.join(str(error).split())}"
         ) from error
     return tokenizer
+
+
+def end_tokens_of(source: ModelSource, tokenizer: "PreTrainedTokenizerBase | None") -> frozenset[int]:
+    """Return the ids that end a text, by the configuration, the one for generation, and the tokenizer."""
+    named = [getattr(source.config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
+    if source.directory is not None:
+        with suppress(OSError, ValueError, AttributeError, RecursionError):
+            named.append(json.loads((source.directory / "generation_config.json").read_text()).get("eos_token_id"))
+    ids = [one for value in named for one in (value if isinstance(value, list | tuple) else [value])]
+    return frozenset(one for one in ids if isinstance(one, int))
 
 
 def _check_sentencepiece(directory: Path) -> None:
@@ -81,15 +93,13 @@ def tokens_of(
         raise RequestError(f"{model} has no tokenizer: prompts must be token ids")
     if isinstance(prompt, str):
         return _text_tokens(prompt, tokenizer, special=special is not False)
+    messages: Sequence[Mapping[str, Any]] = prompt  # type: ignore[assignment]
     try:
-        messages = [template_message(message) for message in prompt]  # type: ignore[arg-type]
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, **{"add_generation_prompt": True, **(template or {})}
+        text = ChatTemplate(tokenizer).render(
+            messages, {"add_generation_prompt": True, **(template or {})}, strict=False
         )
     except CoserveError as error:
         raise RequestError(str(error)) from None
-    except Exception as error:  # templates raise what they like
-        raise RequestError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from error
     return _text_tokens(text, tokenizer, special=bool(special))
 
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,9 @@ from coserve.errors import DataError
 from coserve.settings import shown
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example, collected
-from coserve.tuning.line_formats import records_of
+from coserve.tuning.json_records import records_of
 from coserve.tuning.objective_examples import each_training_example, needs_tokenizer
+from coserve.tuning.reading_report import ReadingReport
 from coserve.tuning.training_files import TrainingFile
 
 if TYPE_CHECKING:
@@ -23,17 +24,25 @@ _log = logging.getLogger(__name__)
 # A training file (`TrainingFile`), lines (as text or as objects), or examples that are tokens already.
 Data = str | Path | Iterable[str] | Iterable[Mapping[str, Any]] | Iterable[Example]
 
-# Of examples that are left out.
-_MOST_NAMED = 10
-
 
 def read_data(
-    data: Data, config: TuningConfig, tokenizer: "PreTrainedTokenizerBase | None", model: str
+    data: Data,
+    config: TuningConfig,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    model: str,
+    end_tokens: Collection[int] = (),
 ) -> list[Example]:
-    """Every record as an example of the job's objective; a warning says how many were left out.
+    """Return each record as an example of the job's objective; warnings are logged of what is not learned.
+
+    Args:
+        data: A file, lines or examples.
+        config: The job's.
+        tokenizer: None is enough for examples that are tokens.
+        model: The name of the model.
+        end_tokens: Ids at which generation stops.
 
     Raises:
-        DataError: names the line and the reason of the first ten faults; or nothing is left.
+        DataError: The message names lines and reasons of the first ten different faults; or nothing is left.
     """
     records: Iterable[tuple[str, Any]]
     if isinstance(data, str | Path):
@@ -47,21 +56,25 @@ def read_data(
         records = records_of(_json_line(number, line) for number, line in enumerate(lines, 1))
     if tokenizer is None and needs_tokenizer(config.objective):
         raise DataError(f"{model} has no tokenizer: examples must be token ids")
-    left_out = list[str]()
+    report = ReadingReport()
     try:
         examples = collected(
             each_training_example(
-                records, tokenizer, max_sequence_length=config.max_sequence_length, objective=config.objective
+                records,
+                tokenizer,
+                max_sequence_length=config.max_sequence_length,
+                objective=config.objective,
+                end_tokens=end_tokens,
             ),
-            left_out,
+            report,
         )
     except OSError as error:
         raise DataError(f"{data} cannot be read: {error.strerror}") from None
-    if left_out:
-        _log.warning(
-            "%d examples were left out, since nothing to train on is left of them within %d tokens: %s",
-            *(len(left_out), config.max_sequence_length, ", ".join(left_out[:_MOST_NAMED])),
-        )
+    for line in report.warnings.lines():
+        _log.warning("%s (model %s)", line, model)
+    if report.left_out:
+        count = report.left_out.num_places
+        _log.warning("%d examples were left out: %s", count, "; ".join(report.left_out.lines()))
     return examples
 
 

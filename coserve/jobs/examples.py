@@ -12,10 +12,11 @@ from coserve.errors import DataError, JobError
 from coserve.tuning.examples import Example, collected
 from coserve.tuning.objective_examples import each_training_example, needs_tokenizer
 from coserve.tuning.objectives import SUPERVISED
+from coserve.tuning.reading_report import ReadingReport
 from coserve.tuning.training_files import TrainingFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
@@ -43,16 +44,26 @@ def read_training_file(
     vocab_size: int,
     name: str = "",
     objective: str = SUPERVISED,
-    left_out: list[str] | None = None,
+    end_tokens: "Collection[int]" = (),
+    report: ReadingReport | None = None,
     is_wanted: "Callable[[int], bool]" = lambda num_bytes: True,
 ) -> list[Example]:
-    """Every record as an example. Takes as long as tokenizing does, unless it is not wanted any more.
+    """Return each record of a file as an example; this takes as long as tokenizing does.
 
-    name: as of `TrainingFile`. left_out: as of `read_examples`. is_wanted: asked before each record, with the bytes of
-    the file that were read.
+    Args:
+        path: The file.
+        tokenizer: None is enough where the objective's records are tokens.
+        max_sequence_length: Tokens to which each sequence is cut.
+        vocab_size: Of the model.
+        name: The file's name as its owner gave it, see `TrainingFile`.
+        objective: What the job learns.
+        end_tokens: Ids at which generation stops, if they are known.
+        report: Takes remarks about the records, see `collected`.
+        is_wanted: Asked before each record, with the number of bytes that were read.
 
     Raises:
-        DataError: names the line and the reason of the first ten faults. JobError: it is not wanted any more.
+        DataError: The message names lines and reasons of the first ten different faults.
+        JobError: The job is not wanted any more.
     """
     if tokenizer is None and needs_tokenizer(objective):
         raise DataError("the model has no tokenizer, so that files cannot be trained on")
@@ -64,8 +75,9 @@ def read_training_file(
             max_sequence_length=max_sequence_length,
             objective=objective,
             vocab_size=vocab_size,
+            end_tokens=end_tokens,
         )
-        return collected(found, left_out)
+        return collected(found, report)
     except OSError as error:
         raise DataError(f"the file cannot be read: {error.strerror}") from None
 

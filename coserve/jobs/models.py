@@ -12,14 +12,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseModel:
-    """What jobs must know of a model. name: as clients and jobs call it. max_positions: of the longest example; None:
-    as many as the model was made for.
-    """
+    """Facts about a model that jobs need."""
 
+    # The name by which clients and jobs call the model.
     name: str
     architecture: Architecture
     tokenizer: "PreTrainedTokenizerBase | None"
+    # Positions of the longest example; None: as many as the model was made for.
     max_positions: int | None = None
+    # Ids at which generation stops; empty if they are not known.
+    end_tokens: frozenset[int] = frozenset()
 
 
 class JobModels:

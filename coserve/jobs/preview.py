@@ -1,14 +1,15 @@
 """What a job would be trained on: a file's examples, as jobs read them, token by token."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from coserve.engine.vocabulary import TokenBytes
-from coserve.errors import DataError
-from coserve.tuning.examples import MAX_FAULTS, CutAwayError, Example
+from coserve.errors import DataError, NothingToTrainError
+from coserve.tuning.examples import MAX_FAULTS, Example
 from coserve.tuning.objective_examples import each_training_example
 from coserve.tuning.objectives import SUPERVISED
+from coserve.tuning.reading_report import ReadingReport, Remarks
 from coserve.tuning.training_files import TrainingFile
 
 if TYPE_CHECKING:
@@ -39,18 +40,20 @@ class ShownExample:
 
 @dataclass(kw_only=True)
 class Preview:
-    """A file, or its beginning. is_whole: whether all of it has been read; the numbers are of what has been.
+    """The contents of a file, or of its beginning."""
 
-    found: all examples. examples: the first of them, to be shown. faults: what a job would fail at. cut: places of
-    examples that are too long. left_out: places of records of which nothing is left to train on, and why.
-    """
-
+    # Whether all of the file has been read; all numbers are of what has been.
     is_whole: bool = True
+    # All examples.
     found: list[Example] = field(default_factory=list)
+    # The first of them, to be shown.
     examples: list[ShownExample] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+    # Faults at which a job would fail.
+    faults: Remarks = field(default_factory=Remarks)
+    # Places of examples that are cut, since they are too long.
     cut: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    # Records that are left out, and parts of records that are not learned.
+    report: ReadingReport = field(default_factory=ReadingReport)
 
     @property
     def num_examples(self) -> int:
@@ -72,15 +75,25 @@ def read_preview(
     max_sequence_length: int,
     objective: str = SUPERVISED,
     vocab_size: int | None = None,
+    end_tokens: Collection[int] = (),
     most_bytes: int | None = None,
     num_shown: int = _MOST_SHOWN,
 ) -> Preview:
-    """What is in a file, as a job that is not strict reads it, up to its first ten faults.
+    """Return what is in a file, as a job that is not strict reads it, up to its first ten different faults.
 
-    most_bytes: of the file that are read, give or take a record (None: all).
+    Args:
+        file: The file.
+        tokenizer: That of the model.
+        max_sequence_length: Tokens to which each sequence is cut.
+        objective: What the job learns.
+        vocab_size: Of the model, if it is known.
+        end_tokens: Ids at which generation stops, if they are known.
+        most_bytes: Bytes of the file that are read, give or take a record (None: all).
+        num_shown: Examples to show token by token.
 
     Raises:
-        DataError: nothing of it can be read, or it is damaged. OSError: from the disk.
+        DataError: Nothing of the file can be read, or it is damaged.
+        OSError: The disk fails.
     """
     preview, pieces = Preview(), TokenBytes(tokenizer)
 
@@ -94,22 +107,29 @@ def read_preview(
             num_before = file.num_bytes_read
 
     for place, example in each_training_example(
-        beginning(), tokenizer, max_sequence_length=max_sequence_length, objective=objective, vocab_size=vocab_size
+        beginning(),
+        tokenizer,
+        max_sequence_length=max_sequence_length,
+        objective=objective,
+        vocab_size=vocab_size,
+        end_tokens=end_tokens,
     ):
-        if isinstance(example, CutAwayError):
-            preview.left_out.append(f"{place}: {example}")
+        if isinstance(example, NothingToTrainError):
+            preview.report.left_out.add(place, str(example))
         elif isinstance(example, DataError):
-            preview.faults.append(f"{place}: {example}")
+            preview.faults.add(place, str(example))
             if len(preview.faults) == MAX_FAULTS:
                 preview.is_whole = False
                 break
         else:
             preview.found.append(example)
+            for note in example.notes:
+                preview.report.warnings.add(place, note)
             if example.truncated:
                 preview.cut.append(place)
             if len(preview.examples) < num_shown:
                 preview.examples.append(_shown(place, example, pieces))
-    if not preview.found and not preview.faults and not preview.left_out:
+    if not preview.found and not preview.faults and not preview.report.left_out:
         raise DataError("there is no line with an example")
     return preview
 

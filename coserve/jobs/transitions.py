@@ -141,9 +141,7 @@ class Transitions:
                 length = job.settings["max_sequence_length"]
                 message = f"{found.num_cut} of {found.num_examples} examples were cut to {length} tokens"
                 transaction.add_event(job_event(job, message, level="warn"))
-            if found.num_left_out:
-                length = job.settings["max_sequence_length"]
-                message = f"{found.num_left_out} examples were left out: nothing to train on within {length} tokens"
+            for message in found.warnings:
                 transaction.add_event(job_event(job, message, level="warn"))
             message = "Files validated, moving job to queued state" if job.status != "paused" else "Files validated"
             transaction.add_event(job_event(job, message))

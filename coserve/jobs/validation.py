@@ -18,6 +18,7 @@ from coserve.jobs.settings import JobSettings
 from coserve.tuning.evaluation import questions_of
 from coserve.tuning.examples import Example
 from coserve.tuning.order import TrainingOrder
+from coserve.tuning.reading_report import ReadingReport
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -28,15 +29,16 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S, _LOOK_S = 1.0, 32.0, 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Validated:
-    """What was found in a job's files. num_tokens: of one epoch. num_cut: examples that were too long. num_left_out:
-    examples of which nothing was left to train on.
-    """
+    """Numbers and remarks about a job's files."""
 
     num_examples: int
+    # Tokens of one epoch.
     num_tokens: int
     num_steps: int
+    # Examples that were cut, since they were too long.
     num_cut: int
-    num_left_out: int = 0
+    # Remarks about what is not trained on, each fit for an event: records that were left out, and parts of records.
+    warnings: tuple[str, ...] = ()
 
 
 def validate(
@@ -53,23 +55,27 @@ def validate(
     settings = JobSettings.from_data(job.settings)
     training = _record_of(job, "training_file", files)
     validation = None if job.validation_file is None else _record_of(job, "validation_file", files)
-    left_out: list[str] | None = None if settings.strict else []
+    warnings = list[str]()
     num_bytes = training.num_bytes + (validation.num_bytes if validation else 0)
 
     def read(field: str, record: FileRecord, num_before: int) -> list[Example]:
+        report = ReadingReport(is_strict=settings.strict)
         try:
-            return read_training_file(
+            examples = read_training_file(
                 Path(files.path(record)),
                 model.tokenizer,
                 max_sequence_length=settings.max_sequence_length,
                 vocab_size=model.architecture.vocab_size,
                 name=record.filename,
                 objective=settings.objective,
-                left_out=left_out,
+                end_tokens=model.end_tokens,
+                report=report,
                 is_wanted=lambda num_read: is_wanted((num_before + num_read) / max(1, num_bytes)),
             )
         except DataError as error:
             raise JobError(f"{field} {record.id}: {error}", param=field) from None
+        warnings.extend(_warnings(report, field, record, model.name))
+        return examples
 
     examples = read("training_file", training, 0)
     write_examples_file(folders.examples(job.id), examples)
@@ -87,8 +93,17 @@ def validate(
         num_tokens=sum(len(example.tokens) for example in examples),
         num_steps=TrainingOrder(examples, settings.tuning_config(len(examples))).num_steps,
         num_cut=sum(example.truncated for example in examples),
-        num_left_out=len(left_out or ()),
+        warnings=tuple(warnings),
     )
+
+
+def _warnings(report: ReadingReport, field: str, record: FileRecord, model: str) -> list[str]:
+    """Return what the owner of a file should know of what is not learned of it."""
+    found = [f"{field} {record.id}: {line} (model {model})" for line in report.warnings.lines()]
+    if count := report.left_out.num_places:
+        examples = "1 example was" if count == 1 else f"{count:,} examples were"
+        found.append(f"{field} {record.id}: {examples} left out: {'; '.join(report.left_out.lines())}")
+    return found
 
 
 def _record_of(job: JobRecord, field: str, files: Files) -> FileRecord:

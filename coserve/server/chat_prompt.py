@@ -10,7 +10,7 @@ from coserve.server.reasoning import begins_inside, may_begin
 from coserve.server.schemas import ChatBody, Message
 from coserve.server.texts import check_texts
 from coserve.server.tools import Tools
-from coserve.tuning.chats import RESERVED
+from coserve.tuning.template_messages import RESERVED
 
 # Tokens at the end of a prompt that can open a reasoning.
 _NUM_END = 8

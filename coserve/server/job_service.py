@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from coserve.engine.prompts import load_tokenizer
+from coserve.engine.prompts import end_tokens_of, load_tokenizer
 from coserve.errors import ModelError
 from coserve.jobs.databases import database_url
 from coserve.jobs.files import Files
@@ -112,7 +112,12 @@ def _found(paths: Mapping[str, str]) -> Iterator[tuple[str, ModelSource]]:
 
 
 def _base_model(name: str, source: ModelSource, tokenizer: "PreTrainedTokenizerBase | None") -> BaseModel:
-    return BaseModel(name=name, architecture=build_architecture(source.config), tokenizer=tokenizer)
+    return BaseModel(
+        name=name,
+        architecture=build_architecture(source.config),
+        tokenizer=tokenizer,
+        end_tokens=end_tokens_of(source, tokenizer),
+    )
 
 
 async def stop_batches(context: ServerContext) -> None:

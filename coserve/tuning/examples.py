@@ -7,21 +7,24 @@ text.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from coserve.errors import DataError
+from coserve.errors import DataError, NothingToTrainError
 from coserve.tuning.chats import ChatReader, Pieces
-from coserve.tuning.line_formats import Record, as_chat, as_completion, read_record, records_of
+from coserve.tuning.json_records import Record, records_of
+from coserve.tuning.line_formats import as_chat, as_completion, read_record
+from coserve.tuning.reading_report import ReadingReport, Remarks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _Read = TypeVar("_Read")
+# Different faults of a file that are named.
 MAX_FAULTS = 10
 
 
@@ -40,6 +43,8 @@ class Example:
     parts: tuple[int, ...] = ()
     labels: tuple[float, ...] = ()
     values: tuple[tuple[float, ...], ...] = ()
+    # Remarks about what of the record is not learned; they are not stored.
+    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.trained):
@@ -68,58 +73,78 @@ class Example:
         return self.trained[1:].count(True)
 
 
-class CutAwayError(DataError):
-    """Of a record, nothing that is trained on is left within the longest sequence: it may be left out."""
-
-
 def read_examples(
     lines: Iterable[str],
     tokenizer: "PreTrainedTokenizerBase",
     *,
     max_sequence_length: int,
-    left_out: list[str] | None = None,
+    report: ReadingReport | None = None,
 ) -> list[Example]:
-    """Every record of a file as an example, cut to at most `max_sequence_length` tokens. lines: of JSONL, or of one
-    JSON array. left_out: takes the places of records of which nothing is left to train on; None: such a one is a fault.
+    """Return each record of a file as an example.
+
+    Args:
+        lines: Lines of JSONL, or of one JSON array.
+        tokenizer: A fast one.
+        max_sequence_length: Tokens to which each sequence is cut.
+        report: See `collected`.
 
     Raises:
-        DataError: its message names the line and the reason of the first ten faults; or no example is left.
+        DataError: See `collected`.
     """
-    found = each_example(records_of(lines), tokenizer, max_sequence_length=max_sequence_length)
-    return collected(found, left_out)
+    return collected(each_example(records_of(lines), tokenizer, max_sequence_length=max_sequence_length), report)
 
 
-def collected(found: Iterable[tuple[str, "_Read | DataError"]], left_out: list[str] | None = None) -> "list[_Read]":
-    """What was read of each place; see `read_examples`."""
-    examples: list[_Read] = []
-    faults: list[str] = []
-    last = "there is no line with an example"
+def collected(found: Iterable[tuple[str, Example | DataError]], report: ReadingReport | None = None) -> list[Example]:
+    """Return the examples of a file.
+
+    Args:
+        found: The place of each record with its example, or with what is wrong with it.
+        report: Takes remarks about the records; without one, a record of which nothing is left to train on is a fault.
+
+    Raises:
+        DataError: The message names lines and reasons of the first ten different faults; or no example is left.
+    """
+    report = report or ReadingReport(is_strict=True)
+    examples, faults = list[Example](), Remarks()
     for place, each in found:
-        if not isinstance(each, DataError):
+        if isinstance(each, Example):
             examples.append(each)
-        elif isinstance(each, CutAwayError) and left_out is not None:
-            left_out.append(place)
-            last = f"{place}: {each}; no other example is left"
+            for note in each.notes:
+                report.warnings.add(place, note)
+        elif isinstance(each, NothingToTrainError) and not report.is_strict:
+            report.left_out.add(place, str(each))
         else:
-            faults.append(f"{place}: {each}")
+            faults.add(place, str(each))
             if len(faults) == MAX_FAULTS:
                 break
-    if faults or not examples:
-        raise DataError("; ".join(faults) or last)
+    if faults:
+        raise DataError("; ".join(faults.lines()))
+    if not examples and report.left_out:
+        raise DataError("; ".join(report.left_out.lines()) + "; no other example is left")
+    if not examples:
+        raise DataError("there is no line with an example")
     return examples
 
 
 def each_example(
-    records: Iterable[tuple[str, Any]], tokenizer: "PreTrainedTokenizerBase", *, max_sequence_length: int
+    records: Iterable[tuple[str, Any]],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_sequence_length: int,
+    end_tokens: Collection[int] = (),
 ) -> Iterator[tuple[str, Example | DataError]]:
-    """One record after the other: where it is, and its example, or what is wrong with it.
+    """Yield the place of each record with its example, or with what is wrong with it.
 
-    records: of `records_of` or `TrainingFile`, whose errors are raised.
+    Args:
+        records: Records of `records_of` or `TrainingFile`, whose errors are raised.
+        tokenizer: A fast one.
+        max_sequence_length: Tokens to which each sequence is cut.
+        end_tokens: Ids at which generation stops, if they are known.
 
     Raises:
-        DataError: a tokenizer that is too slow.
+        DataError: The tokenizer is a slow one.
     """
-    return each_read(records, Reader(tokenizer, max_sequence_length).read)
+    return each_read(records, Reader(tokenizer, max_sequence_length, end_tokens).read)
 
 
 def each_read(
@@ -136,13 +161,16 @@ def each_read(
 class Reader:
     """Reads lines for one tokenizer."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_sequence_length: int) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", max_sequence_length: int, end_tokens: Collection[int] = ()
+    ) -> None:
+        """end_tokens: ids at which generation stops, if they are known."""
         if not tokenizer.is_fast:
             raise DataError(
                 f"the tokenizer {type(tokenizer).__name__} gives no character offsets; use its fast version"
             )
         self._tokenizer, self.max_length = tokenizer, max_sequence_length
-        self._chats = ChatReader(tokenizer)
+        self._chats = ChatReader(tokenizer, end_tokens)
 
     def read(self, given: Any) -> Example:
         """given: a line, or a record. DataError says what is wrong with it."""
@@ -150,7 +178,7 @@ class Reader:
         for text in self._texts(read_record(given)):
             try:
                 read.append(self.example(text))
-            except CutAwayError as error:
+            except NothingToTrainError as error:
                 cut = error
         if cut is None:
             return together(read)
@@ -207,12 +235,15 @@ class Reader:
                 trained.append(pieces[-1][1])
         length = min(len(tokens), self.max_length)
         example = Example(
-            tokens=tuple(tokens[:length]), trained=tuple(trained[:length]), truncated=length < len(tokens)
+            tokens=tuple(tokens[:length]),
+            trained=tuple(trained[:length]),
+            truncated=length < len(tokens),
+            notes=of.notes,
         )
         if not example.num_trained and example.truncated:
-            raise CutAwayError(f"has no token to train on within {self.max_length} tokens")
+            raise NothingToTrainError(f"has no token to train on within {self.max_length} tokens")
         if not example.num_trained:
-            raise DataError("has no token to train on")
+            raise NothingToTrainError("has no token to train on")
         return example
 
 
@@ -226,6 +257,7 @@ def together(sequences: Sequence[Example], *, labels: tuple[float, ...] = ()) ->
         truncated=any(each.truncated for each in sequences),
         parts=tuple(len(each.tokens) for each in sequences),
         labels=labels,
+        notes=tuple(dict.fromkeys(note for each in sequences for note in each.notes)),
     )
 
 

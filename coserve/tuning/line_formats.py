@@ -7,15 +7,13 @@ has (an id, a source) is passed over, but for what looks like a known field, mis
 not pass.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from coserve.errors import DataError
-from coserve.tuning.chats import REASONING
-
-Record = dict[str, Any]
+from coserve.tuning.json_records import Record, parsed_json, parsed_record
+from coserve.tuning.template_messages import REASONING
 
 MESSAGE_FIELDS = (
     *("role", "content", "name", "weight", "tool_calls", "tool_call_id", "refusal", "audio", "function_call"),
@@ -52,33 +50,6 @@ _ALPACA_WITH_INPUT = ", paired with an input that provides further context"
 _ALIKE = 0.8
 
 
-def records_of(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Where each record is, and its text; or the record itself, if the file is one JSON array of them. Blank lines are
-    passed over.
-
-    Raises:
-        DataError: an array that is damaged.
-    """
-    numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
-    for number, line in numbered:
-        if number == 1 and line.lstrip("\ufeff \t").startswith("["):
-            text = "".join([line, *(rest for _, rest in numbered)])
-            for place, record in enumerate(_parsed(text), 1):
-                yield f"record {place}", record
-            return
-        yield f"line {number}", line
-
-
-def parsed_record(given: Any) -> Record:
-    """A line's text, or the record of an array, as an object; DataError for anything else, or the one that it is."""
-    if isinstance(given, DataError):
-        raise given
-    record = _parsed(given) if isinstance(given, str) else given
-    if not isinstance(record, dict):
-        raise DataError(f"must be a JSON object, not {type(record).__name__}")
-    return record
-
-
 def with_json_cells(record: Mapping[str, Any]) -> Record:
     """A table's row with the values of fields that are no text read as JSON, where they came as text; without those
     that are empty. DataError names one that is no JSON.
@@ -89,7 +60,7 @@ def with_json_cells(record: Mapping[str, Any]) -> Record:
             continue
         try:
             # Tables have True and False with capitals.
-            found[name] = _parsed(cell.lower() if name == "label" else cell)
+            found[name] = parsed_json(cell.lower() if name == "label" else cell)
         except DataError as error:
             if cell.strip():
                 raise DataError(f"{name} is {error}") from None
@@ -161,13 +132,6 @@ def as_completion(record: Record) -> Record:
     return {"prompt": f"{record['system']}\n\n{prompt}" if record["system"] else prompt, "completion": record["output"]}
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text.removeprefix("\ufeff"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not valid JSON ({error})") from None
-
-
 def _check_others(record: Mapping[str, Any], known: tuple[str, ...], where: str = "") -> None:
     for name in record:
         if name in known:
@@ -198,7 +162,7 @@ def _chat(messages: Any, record: Mapping[str, Any]) -> Record:
     chat: Record = {"messages": plain}
     tools = record.get("tools")
     if isinstance(tools, str):  # as some write them
-        tools = _parsed(tools) if tools.strip() else None
+        tools = parsed_json(tools) if tools.strip() else None
     if functions := record.get("functions"):
         if tools:
             raise DataError("has tools and functions; give one of them")
@@ -208,7 +172,7 @@ def _chat(messages: Any, record: Mapping[str, Any]) -> Record:
     if tools:
         chat["tools"] = tools
     if more := record.get("chat_template_kwargs"):
-        chat["chat_template_kwargs"] = _parsed(more) if isinstance(more, str) else more
+        chat["chat_template_kwargs"] = parsed_json(more) if isinstance(more, str) else more
     return chat
 
 
@@ -222,6 +186,8 @@ def _message(given: Any, index: int, num_calls: int) -> Any:
     message = {name: value for name, value in given.items() if name in MESSAGE_FIELDS}
     if isinstance(content := message.get("content"), list):
         message["content"] = "".join(_part(part, index) for part in content)
+    if refusal := message.pop("refusal", None):
+        message["content"] = _refusal(refusal, message, index)
     if call := message.pop("function_call", None):
         message["tool_calls"] = [{"id": f"call_{num_calls - 1}", "type": "function", "function": call}]
     if message.get("role") == "function":
@@ -230,11 +196,21 @@ def _message(given: Any, index: int, num_calls: int) -> Any:
 
 
 def _part(part: Any, index: int) -> str:
+    """Return the text of a part of a message's content: text, or OpenAI's refusal."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text" or not isinstance(part.get("text"), str):
+    if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
         raise DataError(f"messages[{index}].content has a part of type {kind!r}; only text is trained on")
-    text: str = part["text"]
+    text: str = part[kind]
     return text
+
+
+def _refusal(refusal: Any, message: Mapping[str, Any], index: int) -> str:
+    """Return OpenAI's refusal, which a message of the assistant has in place of content: it is learned as that."""
+    if not isinstance(refusal, str):
+        raise DataError(f"messages[{index}].refusal must be a string")
+    if message.get("role") != "assistant" or message.get("content"):
+        raise DataError(f"messages[{index}].refusal must stand in place of content, in a message of the assistant")
+    return refusal
 
 
 def _conversation(record: Mapping[str, Any]) -> list[Any]:
@@ -254,7 +230,7 @@ def _conversation(record: Mapping[str, Any]) -> list[Any]:
             raise DataError(f"conversations[{index}].value must be a string")
         message: Record = {"role": _SPEAKERS[speaker], "content": text}
         if speaker == "function_call":
-            message |= {"content": None, "function_call": _parsed(text)}
+            message |= {"content": None, "function_call": parsed_json(text)}
         messages.append(message | ({"weight": turn["weight"]} if "weight" in turn else {}))
     return messages
 

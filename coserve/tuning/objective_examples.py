@@ -1,15 +1,17 @@
 """Training data of every objective: but for the next-token loss, an example is sequences that stay together."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from coserve.errors import DataError
+from coserve.errors import DataError, NothingToTrainError
 from coserve.tuning.chats import Pieces
-from coserve.tuning.examples import CutAwayError, Example, Reader, collected, each_example, each_read, together
-from coserve.tuning.line_formats import read_record, records_of
+from coserve.tuning.examples import Example, Reader, collected, each_example, each_read, together
+from coserve.tuning.json_records import records_of
+from coserve.tuning.line_formats import read_record
 from coserve.tuning.objective_formats import read_labelled, read_pair, read_sampled
 from coserve.tuning.objectives import SUPERVISED, objective_class
+from coserve.tuning.reading_report import ReadingReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,16 +26,11 @@ def read_objective_examples(
     *,
     schema: str,
     max_sequence_length: int,
-    left_out: list[str] | None = None,
+    report: ReadingReport | None = None,
 ) -> list[Example]:
-    """Every record of a file as an example of an objective's schema (`Objective.schema`); left_out as of
-    `read_examples`.
-
-    Raises:
-        DataError: its message names the line and the reason of the first ten faults; or no example is left.
-    """
+    """Return each record of a file as an example of an objective's schema (`Objective.schema`); see `read_examples`."""
     found = each_objective_example(records_of(lines), tokenizer, schema=schema, max_sequence_length=max_sequence_length)
-    return collected(found, left_out)
+    return collected(found, report)
 
 
 def needs_tokenizer(objective: str) -> bool:
@@ -48,12 +45,13 @@ def each_objective_example(
     *,
     schema: str,
     max_sequence_length: int,
+    end_tokens: Collection[int] = (),
 ) -> Iterator[tuple[str, Example | DataError]]:
-    """As `each_example`, for an objective's schema; without a tokenizer if it needs none."""
+    """Yield examples of an objective's schema as `each_example` does; without a tokenizer if the schema needs none."""
     if schema == _TOKENS:
         return each_read(records, lambda given: _sampled(given, max_sequence_length))
     assert tokenizer is not None
-    reader = Reader(tokenizer, max_sequence_length)
+    reader = Reader(tokenizer, max_sequence_length, end_tokens)
     if schema == "labelled":
         return _with_others(reader, records)
     return each_read(records, lambda given: _pair(reader, given))
@@ -66,15 +64,29 @@ def each_training_example(
     max_sequence_length: int,
     objective: str = SUPERVISED,
     vocab_size: int | None = None,
+    end_tokens: Collection[int] = (),
 ) -> Iterator[tuple[str, Example | DataError]]:
-    """The examples of a job with this objective, on a model with a vocabulary of this size: see `each_example`. Without
-    a tokenizer if it `needs_tokenizer` not.
+    """Yield the examples of a job as `each_example` does.
+
+    Args:
+        records: Records of `records_of` or `TrainingFile`.
+        tokenizer: None is enough where `needs_tokenizer` is false.
+        max_sequence_length: Tokens to which each sequence is cut.
+        objective: What the job learns.
+        vocab_size: Examples with a token that a model of this size does not have are faults.
+        end_tokens: Ids at which generation stops, if they are known.
     """
     if (kind := objective_class(objective)) is None:
         assert tokenizer is not None
-        found = each_example(records, tokenizer, max_sequence_length=max_sequence_length)
+        found = each_example(records, tokenizer, max_sequence_length=max_sequence_length, end_tokens=end_tokens)
     else:
-        found = each_objective_example(records, tokenizer, schema=kind.schema, max_sequence_length=max_sequence_length)
+        found = each_objective_example(
+            records,
+            tokenizer,
+            schema=kind.schema,
+            max_sequence_length=max_sequence_length,
+            end_tokens=end_tokens,
+        )
     for place, example in found:
         if vocab_size is None or isinstance(example, DataError) or max(example.tokens) < vocab_size:
             yield place, example
@@ -121,6 +133,6 @@ def _answer(pieces: Pieces) -> int:
 def _sampled(given: Any, max_length: int) -> Example:
     prompt, completion, values = read_sampled(given)
     if len(prompt) + len(completion) > max_length:  # its advantages are of the whole answer
-        raise CutAwayError(f"has {len(prompt) + len(completion)} tokens; max_sequence_length is {max_length}")
+        raise NothingToTrainError(f"has {len(prompt) + len(completion)} tokens; max_sequence_length is {max_length}")
     trained = (False,) * len(prompt) + (True,) * len(completion)
     return Example(tokens=(*prompt, *completion), trained=trained, values=tuple(values))

@@ -10,7 +10,8 @@ from typing import Any
 
 from coserve.errors import DataError
 from coserve.settings import is_number, is_whole
-from coserve.tuning.line_formats import Record, answered, parsed_record
+from coserve.tuning.json_records import Record, parsed_record
+from coserve.tuning.line_formats import answered
 
 _OPENAI = ("input", "preferred_output", "non_preferred_output")
 _TRL = ("chosen", "rejected")

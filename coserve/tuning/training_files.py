@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from coserve.errors import DataError
-from coserve.tuning.line_formats import records_of, with_json_cells
+from coserve.tuning.json_records import records_of
+from coserve.tuning.line_formats import with_json_cells
 
 # A record is tokenized in one piece, at a hundred times its memory: a quarter of a million tokens of English.
 _MOST_RECORD_BYTES = 1 << 20
 _PARQUET_MAGIC = b"PAR1"
+# Byte order marks of a text that is not UTF-8, as Windows' editors write it.
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 # Rows of a Parquet file that are in memory at once, and what they may be packed with: a small file may hold terabytes.
 _ROWS_AT_ONCE, _MOST_GROUP_BYTES = 64, 1 << 30
 
@@ -46,6 +49,8 @@ class TrainingFile:
             for number, line in enumerate(iter(lambda: file.readline(_MOST_RECORD_BYTES + 1), b""), 1):
                 if len(line) > _MOST_RECORD_BYTES:
                     raise DataError(f"line {number}: is longer than {_MOST_RECORD_BYTES} bytes")
+                if number == 1 and line.startswith(_UTF_16):
+                    raise DataError("is UTF-16; save it as UTF-8")
                 try:
                     text = line.decode()
                 except UnicodeDecodeError as error:

@@ -223,7 +223,7 @@ def test_what_a_job_leaves_out_is_counted_and_is_no_fault(tmp_path):
     long = {"prompt": "one two three four five", "completion": "six"}
     found = preview(tmp_path, "\n".join(json.dumps(each) for each in (long, {"text": "one"})), max_sequence_length=4)
     assert found.num_examples == 1 and not found.faults
-    assert found.left_out == ["line 1: has no token to train on within 4 tokens"]
+    assert found.report.left_out.lines() == ["line 1: has no token to train on within 4 tokens"]
 
 
 def test_of_a_large_file_the_beginning_is_read(tmp_path):
@@ -231,7 +231,10 @@ def test_of_a_large_file_the_beginning_is_read(tmp_path):
         tmp_path, "\n".join([json.dumps({"text": "a" * 40_000})] * 20), max_sequence_length=8, most_bytes=1 << 18
     )
     assert not found.is_whole and found.num_examples < 20
-    many_faults = preview(tmp_path, "\n".join(["{}"] * 50))
+    many_faults = preview(tmp_path, "\n".join(json.dumps({"text": [n] * n, f"prompt{n}": 1}) for n in range(50)))
+    assert len(many_faults.faults) == 1 and many_faults.faults.num_places == 50 and many_faults.is_whole
+    roles = [{"messages": [{"role": f"alien {n}", "content": ""}]} for n in range(50)]
+    many_faults = preview(tmp_path, "\n".join(map(json.dumps, roles)))
     assert len(many_faults.faults) == 10 and not many_faults.is_whole
 
 

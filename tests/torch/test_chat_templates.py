@@ -18,7 +18,7 @@ from coserve.errors import DataError
 from coserve.tuning.chats import ChatReader
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.evaluation import EvaluationConfig, questions_of
-from coserve.tuning.examples import Example, read_examples, together
+from coserve.tuning.examples import Example, each_example, read_examples, together
 from coserve.tuning.objective_examples import read_objective_examples
 from coserve.tuning.order import packs_of
 
@@ -52,7 +52,11 @@ def turn(role, content, **fields):
 
 def learned(tokenizer, record, **options):
     """Of each sequence of a record's example: all its words, and those that are trained on."""
-    (example,) = read_examples([json.dumps(record)], tokenizer, **{"max_sequence_length": 100, **options})
+    (example,) = (
+        found for _, found in each_example([("line 1", record)], tokenizer, **{"max_sequence_length": 100, **options})
+    )
+    if isinstance(example, DataError):
+        raise DataError(f"line 1: {example}")
     return [
         (
             " ".join(tokenizer.convert_ids_to_tokens(tokens)),
@@ -105,16 +109,30 @@ def test_a_turn_is_learned_with_the_token_that_ends_it_while_it_is_the_last():
     ]
 
 
-def test_an_end_of_the_text_after_the_last_turn_is_no_part_of_earlier_ones():
+def test_each_turn_is_learned_with_an_end_of_the_text_that_the_template_writes_after_the_last_one():
     plain = [turn(each["role"], each["content"]) for each in CHAT]
-    ((text, trained),) = learned(tokenizer_of(ENDS), {"messages": plain})
-    assert text.count("<eos>") == 1 and trained == "first <end> second <end> <eos>"
+    found = learned(tokenizer_of(ENDS), {"messages": plain})
+    assert [trained for _, trained in found] == ["first <end> <eos>", "second <end> <eos>"]
+    assert [text.count("<eos>") for text, _ in found] == [1, 1], "it is no part of the conversation before a turn"
+
+
+def test_a_turn_ends_with_the_first_token_at_which_generation_stops():
+    plain = [turn(each["role"], each["content"]) for each in CHAT]
+    tokenizer = tokenizer_of(ENDS)
+    ends = [tokenizer.convert_tokens_to_ids("<end>"), tokenizer.eos_token_id]
+    ((text, trained),) = learned(tokenizer, {"messages": plain}, end_tokens=ends)
+    assert trained == "first <end> second <end>" and "<eos>" not in text
 
 
 def test_an_answer_that_has_not_the_reasoning_that_its_question_opens():
     plain = [turn(each["role"], each["content"]) for each in CHAT]
-    ((_, trained),) = learned(tokenizer_of(OPENS), {"messages": plain})
-    assert trained == "first <end> second <end>"
+    assert learned(tokenizer_of(OPENS), {"messages": plain}) == [
+        ("<user> one <end> <assistant> <think> hm </think> first <end>", "</think> first <end>"),
+        (
+            "<user> one <end> <assistant> first <end> <user> two <end> <assistant> <think> hm </think> second <end>",
+            "</think> second <end>",
+        ),
+    ]
     told = [turn("user", "one"), turn("assistant", "<think> hm </think> first")]
     ((_, trained),) = learned(tokenizer_of(OPENS), {"messages": told})
     assert trained == "</think> first <end>"

@@ -12,10 +12,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from coserve.errors import DataError
+from coserve.tuning.chats import ChatReader
 from coserve.tuning.examples import Example, Reader, bins_of, epoch_order, read_examples
 from coserve.tuning.line_formats import as_completion, read_record
 from coserve.tuning.objective_examples import read_objective_examples
 from coserve.tuning.pack import pack_of
+from coserve.tuning.reading_report import ReadingReport
 
 WORDS = (
     *("hello", "world", "how", "are", "you", "fine", "thanks", "and", "be", "kind"),
@@ -32,6 +34,7 @@ def tokenizer():
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token="<unk>")
+    fast.add_special_tokens({"additional_special_tokens": ["<end>"]})
     fast.chat_template = TEMPLATE
     return fast
 
@@ -78,15 +81,11 @@ def test_of_preferences_among_chats_the_last_answers_alone_are_trained_on(tokeni
 
 
 def test_white_space_after_the_token_that_ends_a_turn_is_not_trained_on(tokenizer):
-    tokenizer = copy.deepcopy(tokenizer)
     record = chat(("user", "hello"), ("assistant", "fine"), ("user", "hello"), ("assistant", "thanks"))
-    whole = Reader(tokenizer, 100).pieces(record).texts
-    assert whole[1] == ("fine <end> ", True), "nobody knows that it ends the turn"
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
     asked = "<user> hello <end> <assistant> "
     assert Reader(tokenizer, 100).pieces(record).texts == (
-        *((asked, False), ("fine <end>", True), (" ", False)),
-        *((asked, False), ("thanks <end>", True), (" ", False)),
+        *((asked, False), ("fine <end>", True)),
+        *((f" {asked}", False), ("thanks <end>", True)),
     )
 
 
@@ -96,7 +95,7 @@ MARKED = {
         "{% generation %}{{ m.content }} <end>{% endgeneration %}{% else %}{{ m.content }} <end>{% endif %}\n"
         "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
     ),
-    # Of earlier turns a part goes: no turn by turn. A new line at its beginning, and space that a tag takes away.
+    # Of earlier turns only a part is written. A new line at its beginning, and space that a tag takes away.
     "forgets": (
         "\n  {% for m in messages %}\n<{{ m.role }}>{% if m.role == 'assistant' %}\n    {%- generation -%}\n"
         "{{ m.content if loop.last else m.content[:5] }}\n{%- endgeneration %} <end>{% else %}"
@@ -115,17 +114,17 @@ def byte_tokenizer(template):
     return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template)
 
 
-@pytest.mark.parametrize("template", MARKED.values(), ids=MARKED)
-@settings(deadline=None, max_examples=30)
-@given(
-    st.lists(
-        st.tuples(st.text("at \n<é", max_size=8), st.text("at \n<", min_size=1, max_size=8)), min_size=1, max_size=4
-    )
+TURNS = st.lists(
+    st.tuples(st.text("at \n<é", max_size=8), st.text("at \n<", min_size=1, max_size=8)), min_size=1, max_size=4
 )
-def test_what_the_template_marks_is_trained_on_as_transformers_marks_it(template, turns):
+
+
+@settings(deadline=None, max_examples=30)
+@given(TURNS)
+def test_what_the_template_marks_is_trained_on_as_transformers_marks_it(turns):
     # Of a character of several tokens at the end of a mark, transformers marks the first; here all are trained on.
     messages = chat(*(turn for asked, told in turns for turn in (("user", asked), ("assistant", told))))["messages"]
-    tokenizer = byte_tokenizer(template)
+    tokenizer = byte_tokenizer(MARKED["plain"])
     theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     expected = theirs["assistant_masks"]
     if not any(expected):
@@ -138,11 +137,21 @@ def test_what_the_template_marks_is_trained_on_as_transformers_marks_it(template
     assert text.startswith(tokenizer.decode(ours.tokens)), "what follows the last mark is nobody's context"
 
 
+@settings(deadline=None, max_examples=30)
+@given(TURNS)
+def test_marks_of_turns_that_are_rewritten_later_are_those_of_the_turn_when_it_is_asked_for(turns):
+    messages = chat(*(turn for asked, told in turns for turn in (("user", asked), ("assistant", told))))["messages"]
+    tokenizer = byte_tokenizer(MARKED["forgets"])
+    texts = ChatReader(tokenizer).read({"messages": messages})
+    said = [text for each in texts for text, is_trained in each.texts if is_trained]
+    assert said == [told for _, told in turns]
+
+
 @pytest.mark.parametrize("template", MARKED.values(), ids=MARKED)
 def test_marks_of_a_turn_of_weight_0_are_not_trained_on(template):
     record = chat(("user", "a"), ("assistant", "t t t t"), ("user", "at"), ("assistant", "a a a"))
     tokenizer = byte_tokenizer(template)
-    first, last = ("t t t t <end>", "a a a <end>") if template is MARKED["plain"] else ("t t t", "a a a")
+    first, last = ("t t t t <end>", "a a a <end>") if template is MARKED["plain"] else ("t t t t", "a a a")
     for weights, expected in (((1, 1), first + last), ((0, 1), last), ((1, 0), first)):
         for message, weight in zip(record["messages"][1::2], weights, strict=True):
             message["weight"] = weight
@@ -169,13 +178,13 @@ def test_a_request_that_is_rendered_meanwhile_adds_no_marks():
 def test_examples_whose_prompt_is_too_long_are_left_out_and_counted(tokenizer):
     long, short = ({"prompt": "hello " * n, "completion": "fine"} for n in (20, 2))
     lines = [json.dumps(record) for record in (short, long, short)]
-    left_out: list[str] = []
-    assert len(read_examples(lines, tokenizer, max_sequence_length=10, left_out=left_out)) == 2
-    assert left_out == ["line 2"]
+    report = ReadingReport()
+    assert len(read_examples(lines, tokenizer, max_sequence_length=10, report=report)) == 2
+    assert report.left_out.lines() == ["line 2: has no token to train on within 10 tokens"]
     with pytest.raises(DataError, match="line 2: has no token to train on within 10 tokens"):
         read_examples(lines, tokenizer, max_sequence_length=10)
     with pytest.raises(DataError, match="line 1: has no token to train on within 10 tokens; no other example is left"):
-        read_examples(lines[1:2], tokenizer, max_sequence_length=10, left_out=[])
+        read_examples(lines[1:2], tokenizer, max_sequence_length=10, report=ReadingReport())
 
 
 def test_a_turn_of_weight_0_is_not_trained_on_and_what_follows_the_last_is_cut(tokenizer):
@@ -222,7 +231,7 @@ def test_what_a_tokenizer_puts_in_front_is_not_trained_on():
 
 
 def test_arguments_of_tool_calls_reach_the_template_as_objects(tokenizer):
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}> {{ m.content or '' }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.arguments['x'] }} {% endfor %}<end> {% endfor %}"
@@ -377,22 +386,96 @@ def test_a_file_may_be_one_array(tokenizer):
         read(tokenizer, *text.splitlines()[:-1])
 
 
-def test_the_first_ten_faults_are_named(tokenizer):
+@pytest.mark.parametrize("before", ["", "\ufeff", "\n\n", "\ufeff\n", " \t\n\r\n", "\r\n"])
+def test_an_array_may_have_blank_lines_and_a_byte_order_mark_before_it(tokenizer, before):
+    text = before + json.dumps([SAME, SAME])
+    assert read(tokenizer, *text.splitlines(keepends=True)) == read(tokenizer, SAME, SAME)
+    assert read(tokenizer, *(text + "\r\n").split("\n")) == read(tokenizer, SAME, SAME)
+    lines = f"{before}{json.dumps(SAME)}\r\n\r\n{json.dumps(SAME)}\r\n"
+    assert read(tokenizer, *lines.splitlines(keepends=True)) == read(tokenizer, SAME, SAME)
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("// a comment", "a comment; JSON has none"),
+        ("# a comment", "a comment; JSON has none"),
+        ("/* a comment */", "a comment; JSON has none"),
+        (json.dumps(SAME) + ",", "a comma after the record; write one record a line without it"),
+        ("{", "a record over several lines; write each on one line, or all in one array"),
+        ('{"messages": [', "a record over several lines"),
+        ("{'text': 'x'}", "Expecting property name enclosed in double quotes"),
+    ],
+)
+def test_a_line_that_is_no_json_is_refused_with_its_usual_cause(tokenizer, line, cause):
+    with pytest.raises(DataError, match=rf"^line 2: not valid JSON \({cause}"):
+        read(tokenizer, json.dumps(SAME), line)
+
+
+def test_an_array_that_is_no_json_is_refused_with_its_usual_cause(tokenizer):
+    with pytest.raises(DataError, match=r"^the array of records is not valid JSON \(a comma after the last record\)$"):
+        read(tokenizer, "[", json.dumps(SAME) + ",", "]")
+    with pytest.raises(DataError, match=r"^the array of records is not valid JSON \(Extra data"):
+        read(tokenizer, "[]", "[]")
+
+
+def test_a_refusal_is_learned_as_the_answer(tokenizer):
+    refused = {"role": "assistant", "content": None, "refusal": "you are kind"}
+    parts = [{"type": "refusal", "refusal": "you are kind"}]
+    expected = read(tokenizer, chat(("user", "hello"), ("assistant", "you are kind")))
+    for answer in (refused, {"role": "assistant", "refusal": "you are kind"}, {"role": "assistant", "content": parts}):
+        assert read(tokenizer, {"messages": [{"role": "user", "content": "hello"}, answer]}) == expected
+    none = [{"role": "user", "content": "hello", "refusal": None}, {"role": "assistant", "content": "you are kind"}]
+    assert read(tokenizer, {"messages": none}) == expected
+    for wrong in (refused | {"content": "and"}, refused | {"role": "user"}):
+        with pytest.raises(
+            DataError, match=r"messages\[0\].refusal must stand in place of content, in a message of the"
+        ):
+            read(tokenizer, {"messages": [wrong, refused]})
+    with pytest.raises(DataError, match=r"messages\[0\].refusal must be a string"):
+        read(tokenizer, {"messages": [refused | {"refusal": ["x"]}]})
+
+
+def test_a_line_with_nothing_to_train_on_is_left_out(tokenizer):
+    unwanted = chat(("user", "hello"), ("assistant", "fine"))
+    unwanted["messages"][1]["weight"] = 0
+    lines = [json.dumps(each) for each in (SAME, unwanted, {"text": ""}, unwanted)]
+    report = ReadingReport()
+    assert read_examples(lines, tokenizer, max_sequence_length=100, report=report) == read(tokenizer, SAME)
+    assert report.left_out.lines() == [
+        "lines 2 and 4: has no turn to train on: each message of the assistant has weight 0",
+        "line 3: has no token to train on",
+    ]
+    with pytest.raises(DataError, match="lines 2 and 4: has no turn to train on"):
+        read_examples(lines, tokenizer, max_sequence_length=100, report=ReadingReport(is_strict=True))
+    with pytest.raises(DataError, match="weight 0; no other example is left"):
+        read_examples(lines[1:2], tokenizer, max_sequence_length=100, report=ReadingReport())
+
+
+def test_equal_faults_are_named_together_and_the_first_ten_different_ones(tokenizer):
     with pytest.raises(DataError) as error:
-        read(tokenizer, *["{"] * 30)
+        read(tokenizer, SAME, *["[]"] * 1207, SAME, {"text": 3}, *["[]"] * 2)
+    assert str(error.value) == (
+        "lines 2, 3, 4 and 1,206 more: must be a JSON object, not list; line 1210: text must be a string"
+    )
+    with pytest.raises(DataError, match=r"^lines 2 and 3: must be a JSON object, not list$"):
+        read(tokenizer, SAME, "[]", "[]")
+    different = [{"messages": [{"role": f"alien {n}", "content": ""}]} for n in range(30)]
+    with pytest.raises(DataError) as error:
+        read(tokenizer, *different)
     assert [part.split(":")[0] for part in str(error.value).split("; ")] == [f"line {n}" for n in range(1, 11)]
     with pytest.raises(DataError, match="there is no line with an example"):
         read(tokenizer, "", " ")
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
-    tokenizer.chat_template = "{{ messages | length }} " + TEMPLATE
+def test_a_template_that_asks_otherwise_than_it_writes_is_refused(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
     record = chat(("user", "hello"), ("assistant", "hello"))
-    with pytest.raises(DataError, match="line 1: the chat template does not render this conversation turn by turn"):
+    tokenizer.chat_template = TEMPLATE.replace("<assistant> {% endif %}", "<system> {% endif %}")
+    with pytest.raises(DataError, match="line 1: the chat template writes the last message otherwise than it asks"):
         read(tokenizer, record)
     tokenizer.chat_template = "{{ raise_exception('no system turns') }}"
-    with pytest.raises(DataError, match="line 1: the chat template refuses it: no system turns"):
+    with pytest.raises(DataError, match="line 1: the chat template refuses the messages: no system turns"):
         read(tokenizer, record)
 
 

@@ -25,6 +25,7 @@ from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 from coserve.tuning.order import TrainingOrder
+from coserve.tuning.reading_report import ReadingReport
 from coserve.tuning.training_files import TrainingFile
 
 CHATS = [
@@ -120,10 +121,21 @@ def test_what_is_wrong_with_a_parquet_file_is_named(tmp_path, monkeypatch):
 
 def test_records_that_are_left_out_do_not_hide_tokens_of_another_vocabulary(tmp_path):
     path = write(tmp_path / "data.jsonl", [{"prompt": "a " * 99, "completion": "b"}, {"text": "fine"}])
-    left_out: list[str] = []
+    report = ReadingReport()
     with pytest.raises(DataError, match=r"line 2: has token \d+; the model has 1: is this its tokenizer"):
-        read(path, max_sequence_length=9, vocab_size=1, left_out=left_out)
-    assert left_out == ["line 1"]
+        read(path, max_sequence_length=9, vocab_size=1, report=report)
+    assert report.left_out.lines() == ["line 1: has no token to train on within 9 tokens"]
+
+
+def test_a_file_that_is_not_utf_8_is_refused(tmp_path):
+    path = tmp_path / "data.jsonl"
+    for encoding in ("utf-16-le", "utf-16-be"):
+        path.write_bytes(("\ufeff" + json.dumps(CHATS[0])).encode(encoding))
+        with pytest.raises(DataError, match="is UTF-16; save it as UTF-8"):
+            read(path)
+    path.write_bytes(b'{"text": "\xe9"}')
+    with pytest.raises(DataError, match="line 1: is not UTF-8 at byte 10"):
+        read(path)
 
 
 def test_the_share_of_a_table_that_was_read_is_known(tmp_path):
@@ -158,12 +170,13 @@ def test_a_file_is_shown_as_a_job_would_read_it(tmp_path, monkeypatch, capsys):
     assert status == 0
     assert "one two three⟦ four<|end|>⟧" in out
     report = json.loads(out.splitlines()[-1])
-    left_out: list[str] = []
-    examples = read_training_file(path, find_tokenizer(), max_sequence_length=16, vocab_size=1 << 20, left_out=left_out)
+    noticed = ReadingReport()
+    examples = read_training_file(path, find_tokenizer(), max_sequence_length=16, vocab_size=1 << 20, report=noticed)
     assert report["tokens"] == sum(len(example.tokens) for example in examples)
     assert report["trained_tokens"] == sum(example.num_trained for example in examples)
     assert (report["examples"], report["lengths"]["longest"]) == (2, max(len(each.tokens) for each in examples))
-    assert report["left_out"] == [f"{left_out[0]}: has no token to train on within 16 tokens"]
+    assert report["left_out"] == noticed.left_out.lines() == ["line 3: has no token to train on within 16 tokens"]
+    assert report["num_left_out"] == 1
     assert report["cut"] == [f"line {n}" for n, each in enumerate(examples, 1) if each.truncated]
     assert report["seconds_alone"] is None and "has not measured the model" in out
 

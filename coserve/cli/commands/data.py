@@ -54,12 +54,13 @@ def check(
 ) -> None:
     """Read FILE as a job on MODEL would, and show what is trained on.
 
-    Its counts and lengths; of the first examples, which text is learned and which is only read; what would be cut or
-    left out, and why; which lines a job would fail at; and how long a job takes that has the device to itself, if this
-    machine has served the model before and so knows how fast it is. The status is 1 if a job would refuse the file.
+    Its counts and lengths; of the first examples, which text is learned and which is only read; what would be cut,
+    left out or not learned, and why; which lines a job would fail at; and how long a job takes that has the device to
+    itself, if this machine has served the model before and so knows how fast it is. The status is 1 if a job would
+    refuse the file.
     """
     from coserve.cli.tables import console
-    from coserve.engine.prompts import load_tokenizer
+    from coserve.engine.prompts import end_tokens_of, load_tokenizer
     from coserve.jobs.preview import read_preview
     from coserve.jobs.settings import job_settings
     from coserve.models.families import build_architecture
@@ -88,18 +89,19 @@ def check(
             max_sequence_length=settings.max_sequence_length,
             objective=settings.objective,
             vocab_size=architecture.vocab_size,
+            end_tokens=end_tokens_of(source, tokenizer),
             num_shown=examples,
         )
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}") from None
-    report = _numbers(preview, settings.max_sequence_length)
+    report = {"model": model, **_numbers(preview, settings.max_sequence_length)}
     if preview.found and not preview.faults:
         config = settings.tuning_config(preview.num_examples)
         report |= _time(preview, config, source)
     screen = console()
     _show(screen, preview, report)
     if as_json:
-        print(json.dumps({"file": str(file), "model": model, "method": method, **report}))
+        print(json.dumps({"file": str(file), "method": method, **report}))
     if preview.faults or not preview.found:
         raise typer.Exit(1)
 
@@ -113,8 +115,10 @@ def _numbers(preview: "Preview", max_length: int) -> dict[str, Any]:
         "lengths": {name: lengths[round(share * (len(lengths) - 1))] for name, share in _SHARES.items() if lengths},
         "max_sequence_length": max_length,
         "cut": preview.cut,
-        "left_out": preview.left_out,
-        "faults": preview.faults,
+        "num_left_out": preview.report.left_out.num_places,
+        "left_out": preview.report.left_out.lines(),
+        "warnings": preview.report.warnings.lines(),
+        "faults": preview.faults.lines(),
     }
 
 
@@ -142,7 +146,8 @@ def _show(screen: "Console", preview: "Preview", report: dict[str, Any]) -> None
     if preview.examples:
         legend = "In green what" if screen.is_terminal else "Between ⟦ and ⟧ is what"
         screen.print(f"{legend} is learned; the rest is only read.\n", style="dim")
-    _list(screen, "A job would refuse the file for", preview.faults, style="bold red")
+    _list(screen, "A job would refuse the file for", preview.faults.lines(), style="bold red")
+    _list(screen, f"Not learned, by {report['model']}'s chat template", report["warnings"], style="yellow")
     if not preview.is_whole:
         return
     lengths = ", ".join(f"{name} {length:,}" for name, length in report["lengths"].items())
@@ -152,7 +157,7 @@ def _show(screen: "Console", preview: "Preview", report: dict[str, Any]) -> None
     )
     longest = f"{report['max_sequence_length']:,} tokens (--max-length)"
     _list(screen, f"Cut, since longer than {longest}", preview.cut, style="yellow")
-    _list(screen, f"Left out, since nothing to learn is within {longest}", preview.left_out, style="yellow")
+    _list(screen, "Left out, since there is nothing to learn", report["left_out"], style="yellow")
     if "steps" in report:
         _show_time(screen, report)
 

@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coserve.engine.prompts import end_tokens_of
 from coserve.errors import DataError
 from coserve.jobs.preview import Preview, read_preview
 from coserve.server.prompts import Prompts
@@ -46,6 +47,7 @@ class Previews:
                     self._tokenizer,
                     max_sequence_length=max_sequence_length,
                     objective=objective,
+                    end_tokens=end_tokens_of(self._prompts.source, self._tokenizer),
                     most_bytes=_most_bytes(path),
                 )
             except OSError as error:
