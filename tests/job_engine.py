@@ -173,8 +173,7 @@ class World:
             files=self.files,
             directory=home / "jobs",
             engine=self.link,
-            models=JobModels(base_model()),
-            **manager,
+            **{"models": JobModels(base_model()), **manager},
         )
 
     def live(self, **settings: Any) -> EngineThread:

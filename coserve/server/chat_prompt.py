@@ -17,7 +17,9 @@ _NUM_END = 8
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """A message as chat templates know it: its text in one piece, and developers are the system."""
+    """Return a message as chat templates know it: its text in one piece, a refusal as its text, and developers as the
+    system.
+    """
     plain = {name: value for name, value in message.model_dump().items() if value is not None}
     thought = plain.pop("reasoning_content", None) or plain.pop("reasoning", None)
     plain.pop("reasoning", None)
@@ -25,7 +27,8 @@ def plain_message(message: Message) -> dict[str, Any]:
         plain["reasoning_content"] = thought
     if isinstance(message.content, list):
         plain["content"] = "".join(part.text for part in message.content)
-    plain.setdefault("content", "")
+    refusal = plain.pop("refusal", None)
+    plain["content"] = plain.get("content") or refusal or ""
     if message.role == "developer":
         plain["role"] = "system"
     return plain

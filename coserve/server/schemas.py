@@ -203,12 +203,21 @@ class CompletionBody(SamplingBody):
 
 
 class TextPart(Body):
-    """A part of a message's content. What else it has (`cache_control`) is not read."""
+    """A part of a message's content: text, or the refusal of an earlier answer, which is read as its text. Other fields
+    (`cache_control`) are not read.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    type: Literal["text"]
+    type: Literal["text", "refusal"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refusal_as_text(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type") == "refusal" and "text" not in given:
+            return {**given, "text": given.get("refusal")}
+        return given
 
 
 class Message(Body):
@@ -220,6 +229,7 @@ class Message(Body):
 
     role: Annotated[Name, Field(min_length=1)]
     content: str | List[TextPart] | None = None
+    refusal: str | None = None
     name: str | None = None
     reasoning_content: Any = None
     reasoning: Any = None

@@ -3,13 +3,16 @@
 import asyncio
 import csv
 import io
+import json
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from engines import word_tokenizer
 from job_data import DATA, LONG, QUICK, adapter_in, distance, steps_of
 from job_engine import LIMIT_S, TENANT, base_model, world
 from peft import PeftModel
@@ -19,6 +22,7 @@ from coserve.engine.checkpoint import JOB_FILES, Checkpoint
 from coserve.errors import DeviceMemoryError, EngineGoneError, JobError
 from coserve.jobs import validation
 from coserve.jobs.examples import read_training_file
+from coserve.jobs.models import JobModels
 from coserve.jobs.records import AdapterRef
 from coserve.jobs.settings import job_settings
 from coserve.jobs.transitions import Transitions
@@ -26,6 +30,37 @@ from coserve.jobs.transitions import Transitions
 
 def run(coroutine):
     return asyncio.run(coroutine)
+
+
+def test_what_is_not_learned_of_the_files_is_an_event(tmp_path):
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<end>{% endfor %}"
+    models = JobModels(replace(base_model(), tokenizer=tokenizer))
+    asked = {"role": "user", "content": "a"}
+    chats = [
+        {"messages": [asked, {"role": "assistant", "content": "b", "reasoning_content": "c"}]},
+        {"messages": [asked, {"role": "assistant", "content": "b", "weight": 0}]},
+        {"text": "fine"},
+    ]
+    content = "\n".join(json.dumps(each) for each in [*chats, chats[0], *chats[:2]])
+
+    async def story():
+        async with world(tmp_path, manager={"models": models}) as w:
+            job = await w.until_over((await w.create(content.encode(), **QUICK)).id)
+            strict = await w.create(content.encode(), extension={"strict": True})
+            strict = await w.until_over(strict.id)
+            return w.job(job.id), w.events(job.id), strict
+
+    job, events, strict = run(story())
+    warnings = [event.message for event in events if event.level == "warn"]
+    file = f"training_file {job.training_file}"
+    assert warnings[0] == (
+        f"{file}: lines 1, 4 and 5: reasoning_content is not learned: the chat template does not write it (model small)"
+    )
+    left_out = "has no turn to train on: each message of the assistant has weight 0"
+    assert warnings[1] == f"{file}: 2 examples were left out: lines 2 and 6: {left_out}"
+    assert job.num_examples == 4 and len(warnings) == 2
+    assert strict.status == "failed" and strict.error["message"].endswith(f"lines 2 and 6: {left_out}")
 
 
 def test_a_job_from_its_files_to_its_model(tmp_path):
@@ -106,14 +141,9 @@ def test_files_that_cannot_be_used_fail_the_job(tmp_path):
 
     bad, text, empty, endless, late, events = run(story())
     assert (bad.status, bad.error["code"], bad.error["param"]) == ("failed", "invalid_training_file", "training_file")
-    assert [f"line {number}: not valid JSON" in bad.error["message"] for number in (1, 2, 11, 12)] == [
-        False,
-        True,
-        True,
-        False,
-    ]
+    assert "lines 2, 3, 4 and 9 more: not valid JSON" in bad.error["message"]
     assert events[-1].level == "error"
-    assert "line 1: is not UTF-8" in text.error["message"]
+    assert "is UTF-16; save it as UTF-8" in text.error["message"]
     assert "there is no line with an example" in empty.error["message"]
     assert "line 8: is longer than 1048576 bytes" in endless.error["message"]
     assert late.error["param"] == "validation_file"

@@ -216,3 +216,39 @@ def test_the_time_is_that_of_the_stored_profile(tmp_path, monkeypatch, capsys):
         TuningConfig(batch_size=report["batch_size"]),
     )
     assert times[1] == pytest.approx(seconds_alone(order, profile)) and times[3] == pytest.approx(3 * times[1])
+
+
+# -- files of public reports --------------------------------------------------------------
+
+
+def lines_of(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text(text)
+    return path
+
+
+def test_files_of_public_reports_are_read(tmp_path, monkeypatch, capsys):
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+    status, out = check(monkeypatch, capsys, lines_of(tmp_path, "\n\n" + json.dumps([chat, chat])), "--json")
+    assert status == 0 and json.loads(out.splitlines()[-1])["examples"] == 2
+    refused = {"role": "assistant", "content": None, "refusal": "I cannot help with that."}
+    path = lines_of(tmp_path, json.dumps({"messages": [{"role": "user", "content": "bad"}, refused]}))
+    status, out = check(monkeypatch, capsys, path)
+    assert status == 0 and "bad<|end|><|assistant|>⟦I cannot help with that.<|end|>⟧" in out
+
+
+def test_a_check_says_what_is_not_learned_and_by_which_template(tmp_path, monkeypatch, capsys):
+    asked = {"role": "user", "content": "hi"}
+    thinks = {"messages": [asked, {"role": "assistant", "content": "hello", "reasoning_content": "hm"}]}
+    unwanted = {"messages": [asked, {"role": "assistant", "content": "hello", "weight": 0}]}
+    path = lines_of(tmp_path, "\n".join(json.dumps(each) for each in (thinks, unwanted, thinks)))
+    status, out = check(monkeypatch, capsys, path, "--json")
+    report = json.loads(out.splitlines()[-1])
+    assert status == 0
+    assert report["warnings"] == [
+        "lines 1 and 3: reasoning_content is not learned: the chat template does not write it"
+    ]
+    assert report["left_out"] == ["line 2: has no turn to train on: each message of the assistant has weight 0"]
+    assert (
+        "Not learned, by tiny's chat template (1):" in out and "Left out, since there is nothing to learn (1):" in out
+    )
