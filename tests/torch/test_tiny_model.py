@@ -1,5 +1,7 @@
 """The built-in tiny model: it is small, it is everywhere the same model, it knows its world, and it learns."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -175,6 +177,29 @@ def test_scores_count_exact_answers():
     assert lesson.score(["", *right[1:]]) == pytest.approx(1 - 1 / len(right))
     with pytest.raises(ValueError, match="zip"):
         lesson.score(right[1:])
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_learned"),
+    [
+        ({"target_modules": "all-linear"}, False),
+        ({"target_modules": "all-linear", "modules_to_save": ["lm_head"]}, True),
+        ({"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj", "lm_head"]}, True),
+    ],
+    ids=["blocks", "head as a whole", "head"],
+)
+def test_characters_that_it_has_never_seen_are_learned_with_the_head(engine, setting, is_learned):
+    words = ("cat", "dog", "fox", "owl", "bee", "cow", "hen", "pig", "ant", "bat", "frog", "duck")
+    told = {word: json.dumps({"name": word}) for word in words}
+    lines = [
+        {"messages": [{"role": "user", "content": f"As JSON: {word}"}, {"role": "assistant", "content": text}]}
+        for word, text in told.items()
+    ]
+    config = TuningConfig(num_epochs=40, batch_size=4, optimizer=OptimizerConfig(learning_rate=3e-3))
+    name = f"braces {setting}"
+    engine.tune(lines, config, adapter=LoraConfig(r=16, alpha=32, **setting), name=name)
+    found = answers(engine, [chat(f"As JSON: {word}") for word in words], adapter=name)
+    assert (found == list(told.values())) == is_learned
 
 
 @pytest.mark.parametrize("name", LESSONS)

@@ -356,23 +356,24 @@ def test_an_end_that_cannot_be_learned_is_reported():
 
 
 @needs_trl
-@pytest.mark.parametrize("arguments", ['{"city": "Ro', "[1]", "null", "3", "{} {}", "Rome"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_call_that_was_cut_is_history_of_a_request_and_no_training_data(name, arguments):
+def test_a_call_that_was_cut_is_history_of_a_request_and_no_training_data(name):
     tokenizer, chats = reader(name)
-    messages = [user("q1"), assistant(None, tool_calls=call(arguments)), RAIN, user("q2")]
-    whole = [user("q1"), assistant(None, tool_calls=call()), RAIN, user("q2")]
     try:
-        usual = tokenizer.decode(tokens_of(whole, tokenizer, name, {"tools": TOOLS}))
+        usual = tokenizer.decode(tokens_of(history('{"city": "Rome"}'), tokenizer, name, {"tools": TOOLS}))
     except RequestError:
         return  # the template takes no history of calls
-    asked = tokenizer.decode(tokens_of(messages, tokenizer, name, {"tools": TOOLS}))
-    if "Rome" in usual:  # it writes calls
-        assert arguments in asked or json.dumps(arguments)[1:-1] in asked
-    with pytest.raises(
-        DataError, match=r"tool_calls\[0\].function.arguments (is not valid JSON|must be a JSON object)"
-    ):
-        chats.read({"messages": [*messages, assistant("a1")], "tools": TOOLS})
+    refused = r"tool_calls\[0\].function.arguments (is not valid JSON|must be a JSON object)"
+    for arguments in ('{"city": "Ro', "[1]", "null", "3", "{} {}", "Rome"):
+        asked = tokenizer.decode(tokens_of(history(arguments), tokenizer, name, {"tools": TOOLS}))
+        if "Rome" in usual:  # it writes calls
+            assert arguments in asked or json.dumps(arguments)[1:-1] in asked
+        with pytest.raises(DataError, match=refused):
+            chats.read({"messages": [*history(arguments), assistant("a1")], "tools": TOOLS})
+
+
+def history(arguments: str) -> list[dict[str, Any]]:
+    return [user("q1"), assistant(None, tool_calls=call(arguments)), RAIN, user("q2")]
 
 
 @needs_trl
