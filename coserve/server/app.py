@@ -23,6 +23,7 @@ from coserve.server.deadline import DeadlineMiddleware
 from coserve.server.errors import ApiError, as_api_error
 from coserve.server.faults import validation_error
 from coserve.server.hosts import hosts_of
+from coserve.server.other_fields import HEADER as IGNORED_HEADER
 from coserve.server.request_log import HEADER, RequestLogMiddleware
 from coserve.server.responses import error_body, json_response
 from coserve.server.tenants import TenantMiddleware
@@ -58,7 +59,7 @@ def create_app(context: ServerContext) -> FastAPI:
             allow_origins=config.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[HEADER],
+            expose_headers=[HEADER, IGNORED_HEADER],
         )
     if config.root_path:
         app.add_middleware(PrefixMiddleware, prefix=config.root_path)

@@ -24,14 +24,14 @@ Answer = Callable[[Any, ServerContext, str, float], Awaitable[dict[str, Any]]]
 
 
 async def _chat(value: Any, context: ServerContext, tenant: str, due_s: float) -> dict[str, Any]:
-    body = body_of(ChatBody, value)
+    body = body_of(ChatBody, value, context.fields)
     _refuse_stream(body)
     chat = await chat_request(body, context, tenant, monotonic())
     return await ChatWriter(context, replace(chat, generation=replace(chat.generation, batch_due_s=due_s))).whole()
 
 
 async def _completion(value: Any, context: ServerContext, tenant: str, due_s: float) -> dict[str, Any]:
-    body = body_of(CompletionBody, value)
+    body = body_of(CompletionBody, value, context.fields)
     _refuse_stream(body)
     request = await completion_request(body, context, tenant, monotonic())
     generation = replace(request.generation, batch_due_s=due_s)
@@ -39,7 +39,7 @@ async def _completion(value: Any, context: ServerContext, tenant: str, due_s: fl
 
 
 async def _response(value: Any, context: ServerContext, tenant: str, due_s: float) -> dict[str, Any]:
-    body = body_of(ResponseBody, value)
+    body = body_of(ResponseBody, value, context.fields)
     _refuse_stream(body)
     if body.background:
         raise ApiError("background is of no use in a batch; leave it out", param="background")
@@ -51,7 +51,7 @@ async def _response(value: Any, context: ServerContext, tenant: str, due_s: floa
 
 
 async def _embedding(value: Any, context: ServerContext, tenant: str, due_s: float) -> dict[str, Any]:
-    body = body_of(EmbeddingBody, value)
+    body = body_of(EmbeddingBody, value, context.fields)
     generation = await embedding_request(body, context, tenant, monotonic())
     return await embeddings(body, replace(generation, batch_due_s=due_s), context)
 

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope
 
 from coserve.server.errors import ApiError
 from coserve.server.faults import no_json, validation_error
+from coserve.server.other_fields import FieldPolicy
 
 # Bytes that are read sooner than a thread could begin to.
 SMALL_BODY_BYTES = 1 << 16
@@ -29,31 +30,33 @@ B = TypeVar("B", bound=BaseModel)
 class BodyReader:
     """Reads bodies. One thread: reading holds the interpreter, and two would only halve the time of everything else."""
 
-    def __init__(self) -> None:
+    def __init__(self, fields: FieldPolicy) -> None:
+        """Use `fields` to decide on fields that a kind of body does not have."""
+        self._fields = fields
         self._thread = ThreadPoolExecutor(1, "big bodies")
 
     async def read(self, kind: type[BaseModel], body: bytes) -> BaseModel:
         """The object that a body describes; ApiError names the first fault."""
         if len(body) <= SMALL_BODY_BYTES:
-            return read_body(kind, body)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, _read_big, kind, body)
+            return read_body(kind, body, self._fields)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _read_big, kind, body, self._fields)
 
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _read_big(kind: type[BaseModel], body: bytes) -> BaseModel:
-    """The collector would look at millions of new objects again and again, and nothing else ran meanwhile."""
+def _read_big(kind: type[BaseModel], body: bytes, fields: FieldPolicy) -> BaseModel:
+    """Read a body without the collector, which would look at millions of new objects again and again."""
     gc.disable()
     try:
-        return read_body(kind, body)
+        return read_body(kind, body, fields)
     finally:
         gc.enable()
 
 
-def read_body(kind: type[B], body: bytes) -> B:
-    """The object that a body describes.
+def read_body(kind: type[B], body: bytes, fields: FieldPolicy | None = None) -> B:
+    """Return the object that a body describes. fields: as for `body_of`.
 
     Raises:
         ApiError: it is not JSON, names a field twice, is no object, or does not describe one of that kind.
@@ -69,13 +72,22 @@ def read_body(kind: type[B], body: bytes) -> B:
         raise no_json(str(error)[:_MOST_REASON]) from None
     except ValueError:  # `int`, whose own words are for programmers
         raise no_json(f"a number has more than {sys.get_int_max_str_digits()} digits") from None
-    return body_of(kind, value)
+    return body_of(kind, value, fields)
 
 
-def body_of(kind: type[B], value: Any) -> B:
-    """The object that what was read of JSON describes; ApiError if it does not describe one of that kind."""
+def body_of(kind: type[B], value: Any, fields: FieldPolicy | None = None) -> B:
+    """Return the object that a JSON value describes.
+
+    Args:
+        kind: The class of the object.
+        value: Parsed JSON.
+        fields: Decides on fields that a `RequestBody` does not have; without, unknown fields are refused.
+
+    Raises:
+        ApiError: The value does not describe an object of that kind.
+    """
     try:
-        return kind.model_validate(value)
+        return kind.model_validate(value, context=fields)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         # As FastAPI places what it finds in queries.

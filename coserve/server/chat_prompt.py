@@ -14,6 +14,8 @@ from coserve.tuning.template_messages import RESERVED
 
 # Tokens at the end of a prompt that can open a reasoning.
 _NUM_END = 8
+# Variables by which chat templates switch thinking: Qwen's and GLM's name, DeepSeek's and Granite's.
+_THINKING = ("enable_thinking", "thinking")
 
 
 def plain_message(message: Message) -> dict[str, Any]:
@@ -51,8 +53,8 @@ def template_arguments(body: ChatBody, tools: Tools, template: str) -> Mapping[s
         )
     if body.reasoning_effort is not None and "reasoning_effort" in template:
         more = {"reasoning_effort": body.reasoning_effort, **more}
-    if body.reasoning_effort == "none" and "enable_thinking" in template:
-        more = {"enable_thinking": False, **more}
+    if (thinks := _thinks(body)) is not None:
+        more = {**{name: thinks for name in _THINKING if name in template}, **more}
     return {
         **more,
         "tools": list(tools.shown) or None,
@@ -62,16 +64,28 @@ def template_arguments(body: ChatBody, tools: Tools, template: str) -> Mapping[s
 
 
 def ignored_fields(body: ChatBody, template: str) -> tuple[str, ...]:
-    """Fields that were given, and cannot change the answer."""
-    has_effort = body.reasoning_effort is not None
-    used = "reasoning_effort" in template or (body.reasoning_effort == "none" and "enable_thinking" in template)
-    return (*body.ignored, "reasoning_effort") if has_effort and not used else body.ignored
+    """Return the names of fields that were given and do not change the answer, for the answer's header."""
+    can_switch = any(name in template for name in _THINKING)
+    unused = []
+    if body.reasoning_effort is not None:
+        has_effect = "reasoning_effort" in template or (body.reasoning_effort == "none" and can_switch)
+        unused += [] if has_effect else ["reasoning_effort"]
+    if body.enable_thinking is not None and not can_switch:
+        unused.append("enable_thinking")
+    return (*body.ignored, *unused)
+
+
+def _thinks(body: ChatBody) -> bool | None:
+    """Return whether the model is to think before its answer; None if the body does not say."""
+    if body.enable_thinking is not None:
+        return body.enable_thinking
+    return False if body.reasoning_effort == "none" else None
 
 
 def _forbids_reasoning(body: ChatBody) -> bool:
-    """Whether it says so by the common names, whatever the template makes of them."""
+    """Return whether the body says so by the common names, whatever the template makes of them."""
     more = body.chat_template_kwargs or {}
-    return body.reasoning_effort == "none" or any(more.get(name) is False for name in ("enable_thinking", "thinking"))
+    return _thinks(body) is False or any(more.get(name) is False for name in _THINKING)
 
 
 def frame_of(body: ChatBody, prompt: Sequence[int], prompts: Prompts) -> ChatFrame:

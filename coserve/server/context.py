@@ -25,6 +25,7 @@ from coserve.server.keys_file import Keys
 from coserve.server.ledger import Entry, Ledger
 from coserve.server.limits import Limits
 from coserve.server.metrics import Metrics
+from coserve.server.other_fields import FieldPolicy
 from coserve.server.page.examples import Previews
 from coserve.server.prompts import Prompts
 from coserve.server.readiness import Readiness
@@ -50,7 +51,6 @@ class ServerContext:
     catalogues: list[AdapterCatalogue] = field(default_factory=list)
     job_manager: JobManager | None = None
     ledger: Ledger = field(default_factory=Ledger)
-    bodies: BodyReader = field(default_factory=BodyReader)
     runs: BackgroundRuns = field(default_factory=BackgroundRuns)
     merging: Merging = field(default_factory=Merging)
     tracing: Tracing | None = None
@@ -60,6 +60,8 @@ class ServerContext:
 
     def __post_init__(self) -> None:
         self.catalogues.insert(0, self.loaded)
+        self.fields = FieldPolicy(self.config.unknown_fields)
+        self.bodies = BodyReader(self.fields)
         self.keys = Keys(self.config)
         self.admission = Admission(self.keys, self.ledger)
         self.board, self.metrics = StatusBoard(self.ledger), Metrics(self.ledger, lambda: self.model_name)

@@ -5,7 +5,7 @@ import math
 import struct
 from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,13 +23,15 @@ from coserve.server.generation import (
     now_s,
     priority_of,
 )
-from coserve.server.schemas import Body, List, Name
+from coserve.server.schemas import List, Name, RequestBody
 
 _MOST_INPUTS = 2048
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(RequestBody):
     """POST /v1/embeddings."""
+
+    unused: ClassVar[frozenset[str]] = frozenset({"user"})
 
     model: Name
     input: (
@@ -40,7 +42,7 @@ class EmbeddingBody(Body):
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    user: str | None = None  # of no effect
+    user: str | None = None
     # As vLLM has them.
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None

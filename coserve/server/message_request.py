@@ -12,7 +12,10 @@ from coserve.server.generation import new_id
 from coserve.server.message_schemas import AnthropicMessage, Block, CountBody, MessagesBody, ToolChoice
 from coserve.server.schemas import ChatBody
 
-_SAME = ("stream", "temperature", "top_p", "top_k", "slo", "priority", "chat_template_kwargs")
+_SAME = (
+    *("stream", "temperature", "top_p", "top_k", "slo", "priority", "chat_template_kwargs", "enable_thinking"),
+    *("include_reasoning", "reasoning_effort"),
+)
 # How a chat's fields are called here.
 _NAMES = {"stop": "stop_sequences", "tools": "tools", "tool_choice": "tool_choice"}
 
@@ -32,8 +35,8 @@ def _chat_body(body: CountBody) -> ChatBody:
     messages = [each for n, message in enumerate(body.messages) for each in _messages(message, f"messages[{n}]")]
     tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(body.tools or ())]
     given = {name: value for name in _SAME if (value := getattr(body, name, None)) is not None}
-    if body.thinking is not None and body.thinking.type == "disabled":
-        given["chat_template_kwargs"] = {"enable_thinking": False, **given.get("chat_template_kwargs", {})}
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        given.setdefault("enable_thinking", body.thinking.type == "enabled")
     if isinstance(body, MessagesBody):
         if body.max_tokens < 1:
             raise ApiError(f"max_tokens must be at least 1, not {body.max_tokens}", param="max_tokens")

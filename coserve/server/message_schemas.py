@@ -1,10 +1,10 @@
 """The bodies of /v1/messages, as Anthropic has them."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from coserve.server.schemas import Body, List, Name, SloBody
+from coserve.server.schemas import Body, List, Name, OpenBody, RequestBody, SloBody
 
 _MAX_MESSAGES = 10_000
 
@@ -47,7 +47,7 @@ class AnthropicTool(Body):
     input_schema: dict[str, Any] | None = None
 
 
-class ToolChoice(Body):
+class ToolChoice(OpenBody):
     """Anthropic's: auto, any, tool (by its name) or none."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -56,15 +56,18 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """What is thought is shown where the model thinks; budgets are of no effect."""
+    """Whether the model thinks, where its chat template can say so; budgets are of no effect."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class CountBody(Body):
+class CountBody(RequestBody):
     """POST /v1/messages/count_tokens."""
+
+    unused: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+    renamed: ClassVar[dict[str, str]] = {"stop": "stop_sequences"}
 
     model: Name
     messages: Annotated[List[AnthropicMessage], Field(min_length=1, max_length=_MAX_MESSAGES)]
@@ -72,14 +75,19 @@ class CountBody(Body):
     tools: List[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    # Beyond Anthropic's, as vLLM has it.
+    # Beyond Anthropic's, as vLLM has them.
     chat_template_kwargs: dict[str, Any] | None = None
-    # Of no effect here.
+    enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
+    # Without effect: see `unused`.
     cache_control: dict[str, Any] | None = None
 
 
 class MessagesBody(CountBody):
     """POST /v1/messages."""
+
+    unused: ClassVar[frozenset[str]] = frozenset({"cache_control", "metadata", "service_tier", "inference_geo"})
 
     max_tokens: int
     stop_sequences: List[str] | None = None
@@ -87,7 +95,7 @@ class MessagesBody(CountBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    # Of no effect here.
+    # Without effect: see `unused`.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     inference_geo: str | None = None

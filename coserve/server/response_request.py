@@ -9,7 +9,7 @@ from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
 from coserve.server.generation import new_id
 from coserve.server.response_items import messages_of
-from coserve.server.response_schemas import ResponseBody, TextFormat
+from coserve.server.response_schemas import ReasoningBody, ResponseBody, TextFormat
 from coserve.server.schemas import ChatBody, SamplingBody
 from coserve.server.texts import check_texts
 from coserve.server.tool_namespaces import choice_of, functions_of
@@ -131,6 +131,7 @@ def _chat_body(body: ResponseBody, items: Sequence[dict[str, Any]]) -> ChatBody:
     with_logprobs = "message.output_text.logprobs" in (body.include or ())
     if body.top_logprobs and not with_logprobs:
         raise ApiError('top_logprobs needs include to have "message.output_text.logprobs"', param="top_logprobs")
+    reasoning = body.reasoning or ReasoningBody()
     more: dict[str, Any] = {
         "messages": [*instructions, *messages_of(items)],
         "max_completion_tokens": body.max_output_tokens,
@@ -139,7 +140,9 @@ def _chat_body(body: ResponseBody, items: Sequence[dict[str, Any]]) -> ChatBody:
         "parallel_tool_calls": body.parallel_tool_calls,
         "logprobs": with_logprobs,
         "top_logprobs": (body.top_logprobs or 0) if with_logprobs else None,
-        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        "reasoning_effort": body.reasoning_effort if reasoning.effort is None else reasoning.effort,
+        "enable_thinking": body.enable_thinking if reasoning.enabled is None else reasoning.enabled,
+        "include_reasoning": False if reasoning.exclude else body.include_reasoning,
         "chat_template_kwargs": body.chat_template_kwargs,
         "response_format": None if body.text is None or body.text.format is None else _format(body.text.format),
     }

@@ -1,10 +1,10 @@
 """The bodies of /v1/responses."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from coserve.server.schemas import Body, List, Name, SamplingBody
+from coserve.server.schemas import Body, List, Name, OpenBody, SamplingBody
 
 _MAX_ITEMS = 10_000
 # Of these, log-probabilities alone are there; the others tell of tools that no request here can have.
@@ -51,15 +51,19 @@ class InputItem(Body):
     summary: List[ContentPart] | None = None
 
 
-class ReasoningBody(Body):
-    """summary: of no effect, what was thought is shown whole."""
+class ReasoningBody(OpenBody):
+    """How much the model thinks, and whether the answer shows it; beside OpenAI's fields are OpenRouter's."""
 
     effort: str | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    max_tokens: int | None = None  # of no effect
+    # Of no effect: the reasoning is shown in full.
     summary: str | None = None
     generate_summary: str | None = None
 
 
-class TextFormat(Body):
+class TextFormat(OpenBody):
     """OpenAI's, flat where that of chats is nested."""
 
     type: str
@@ -69,7 +73,7 @@ class TextFormat(Body):
     strict: bool | None = None
 
 
-class TextConfig(Body):
+class TextConfig(OpenBody):
     """verbosity: of no effect here."""
 
     format: TextFormat | None = None
@@ -98,6 +102,9 @@ class ConversationRef(Body):
 class ResponseBody(SamplingBody):
     """POST /v1/responses."""
 
+    unused: ClassVar[frozenset[str]] = frozenset({"user"})
+    renamed: ClassVar[dict[str, str]] = {"max_tokens": "max_output_tokens"}
+
     input: str | Annotated[List[InputItem], Field(min_length=1, max_length=_MAX_ITEMS)]
     instructions: str | None = None
     previous_response_id: Name | None = None
@@ -113,6 +120,9 @@ class ResponseBody(SamplingBody):
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None  # of chats: `reasoning.effort` goes before
     conversation: Name | ConversationRef | None = None
     # Not supported: refused unless they ask for nothing.
     prompt: dict[str, Any] | None = None

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -36,6 +36,11 @@ def to_json(value: Any) -> bytes:
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A whole answer."""
     return Response(to_json(value), status_code=status, headers=headers, media_type="application/json")
+
+
+def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
+    """Return the header that names the fields of a body that were passed over."""
+    return {HEADER: ", ".join(ignored)} if ignored else {}
 
 
 def error_body(error: ApiError, path: str) -> dict[str, Any]:
@@ -107,7 +112,7 @@ async def answer(
 
     A stream begins with its first event, so that what goes wrong before it still has a status of its own.
     """
-    headers = {HEADER: ", ".join(ignored)} if ignored else {}
+    headers = ignored_header(ignored)
     try:
         if events is not None:
             first = await until_disconnect(request.receive, _first(events))

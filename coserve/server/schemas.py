@@ -1,11 +1,10 @@
-"""The bodies that clients send. A field that is not here, nor in `other_fields`, is refused by its name: a typo must
-not pass in silence.
+"""The bodies that clients send. `other_fields` decides on fields that are not here: a typo must not pass in silence.
 
 Values are checked where they are used (`SamplingParams`), so that a library's user and a client read the same words.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -15,10 +14,11 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
+    ValidationInfo,
     model_validator,
 )
 
-from coserve.server.other_fields import sort_out
+from coserve.server.other_fields import BodyFields, FieldPolicy
 
 _MAX_PROMPTS = 2048
 _MAX_MESSAGES = 10_000
@@ -67,14 +67,67 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _first_unknown(cls, data: Any) -> Any:
-        """Of names that no field has, the first alone: see `List`."""
-        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+        """Leave out all names but the first that no field has: see `List`."""
+        takes_all = cls.model_config["extra"] != "forbid"
+        if takes_all or not isinstance(data, dict) or len(data) <= len(cls.model_fields):
             return data
         unknown = next(name for name in data if name not in cls.model_fields)
         return {name: data[name] for name in (*cls.model_fields, unknown) if name in data}
 
 
-class StreamOptions(Body):
+class OpenBody(Body):
+    """An object within a body; the body decides on keys of it that are not known: see `RequestBody`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class RequestBody(Body):
+    """A body of a route that answers with tokens or vectors: such routes take fields of other servers' clients.
+
+    The validation context, if there is one, is the server's `FieldPolicy`; without, unknown fields are refused.
+    """
+
+    # Fields that are taken and have no effect.
+    unused: ClassVar[frozenset[str]] = frozenset()
+    # This body's names for fields that `client_fields` calls otherwise.
+    renamed: ClassVar[dict[str, str]] = {}
+    _ignored: tuple[str, ...] = PrivateAttr(default=())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _sort_fields(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        if not isinstance(data, dict):
+            return handler(data)
+        policy = info.context if isinstance(info.context, FieldPolicy) else FieldPolicy()
+        own = BodyFields(known=cls.model_fields, unused=cls.unused, renamed=cls.renamed)
+        fields, ignored = policy.sort(data, own)
+        body = handler(fields)
+        body._ignored = policy.reported([*ignored, *_unknown_within(body, policy)])
+        return body
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Return the names of fields that were given and passed over, for the answer's header."""
+        return self._ignored
+
+
+def _unknown_within(body: Body, policy: FieldPolicy, prefix: str = "") -> list[str]:
+    """Take the unknown keys out of the objects within a body; return their names, which begin with `prefix`."""
+    found: list[str] = []
+    for name in type(body).model_fields:
+        inner = getattr(body, name)
+        if not isinstance(inner, OpenBody):
+            continue
+        path = f"{prefix}{name}."
+        known = [each.alias or key for key, each in type(inner).model_fields.items()]
+        if inner.__pydantic_extra__:
+            found += policy.pass_over(inner.__pydantic_extra__, BodyFields(known=known, prefix=path))
+            inner.__pydantic_extra__.clear()
+        found += _unknown_within(inner, policy, path)
+    return found
+
+
+class StreamOptions(OpenBody):
     """OpenAI's."""
 
     include_usage: bool | None = None
@@ -89,7 +142,7 @@ class SloBody(Body):
     tpot_ms: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
 
 
-class JsonSchemaFormat(Body):
+class JsonSchemaFormat(OpenBody):
     """OpenAI's: a schema under a name, which does not matter here."""
 
     name: str | None = None
@@ -98,11 +151,16 @@ class JsonSchemaFormat(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(OpenBody):
     """OpenAI's; of type structural_tag, vLLM's."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
+    # What llama.cpp, TGI, Together and Fireworks call the schema, pattern or grammar.
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    value: str | dict[str, Any] | None = None
+    pattern: str | None = None
+    grammar: str | None = None
     structures: List[dict[str, Any]] | None = None
     triggers: List[str] | None = None
 
@@ -116,32 +174,18 @@ class StructuredOutputs(Body):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
-    # Of no effect here.
-    disable_fallback: bool | None = None
+    # JSON without white space, or with what this regular expression allows.
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
+    # Objects have the properties that the schema names, unless it says otherwise.
+    disable_additional_properties: bool | None = None
+    disable_fallback: bool | None = None  # of no effect: there is one backend
 
 
-class SamplingBody(Body):
-    """What both kinds of completions take."""
+class SamplingBody(RequestBody):
+    """The fields that all kinds of completions take."""
 
-    _ignored: tuple[str, ...] = PrivateAttr(default=())
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _sort_out(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        if not isinstance(data, dict):
-            return handler(data)
-        fields, ignored = sort_out(data, cls.model_fields)
-        body = handler(fields)
-        body._ignored = ignored
-        return body
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Fields that were given, and cannot change the answer."""
-        return self._ignored
+    unused: ClassVar[frozenset[str]] = frozenset({"user", "metadata"})
 
     model: Name | None = None  # without, the one that the server is for
     stream: bool | None = None
@@ -155,7 +199,6 @@ class SamplingBody(Body):
     frequency_penalty: float | None = None
     logit_bias: Numbers | None = None
     max_tokens: int | None = None
-    # Of no effect here, as `other_fields` says.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
@@ -165,6 +208,7 @@ class SamplingBody(Body):
     guided_regex: str | None = None
     guided_choice: List[str] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     slo: SloBody | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -242,6 +286,13 @@ class Message(Body):
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
+    unused: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("user", "metadata", "store", "service_tier", "prediction", "verbosity", "safety_identifier"),
+            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        )
+    )
+
     messages: Annotated[List[Message], Field(min_length=1, max_length=_MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -262,7 +313,9 @@ class ChatBody(SamplingBody):
     continue_final_message: bool | None = None
     echo: bool | None = None
     include_reasoning: bool | None = None
-    # Of no effect here, as `other_fields` says.
+    # Sets the template's variable for thinking, by whichever name it has.
+    enable_thinking: bool | None = None
+    # Without effect: see `unused`.
     store: bool | None = None
     service_tier: str | None = None
     prediction: dict[str, Any] | None = None
@@ -282,7 +335,7 @@ class ChatBatchBody(ChatBody):
     ]
 
 
-class TokenizeBody(Body):
+class TokenizeBody(RequestBody):
     """POST /tokenize, as vLLM has it: a prompt, or a chat."""
 
     model: Name | None = None
@@ -293,11 +346,13 @@ class TokenizeBody(Body):
     # Of a chat.
     tools: List[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
     model: Name | None = None

@@ -71,6 +71,7 @@ CLIENTS = (
     Client(name="LangChain", packages=("langchain==1.4.7", "langchain-openai==1.7.3"), script="langchain_client.py"),
     Client(name="LlamaIndex", packages=("llama-index-llms-openai-like==0.8.1",), script="llamaindex_client.py"),
     Client(name="instructor", packages=("instructor==1.17.0",), script="instructor_client.py"),
+    Client(name="guidance", packages=("guidance==0.3.1", "openai==3.54.0"), script="guidance_client.py"),
     Client(name="llm", packages=("llm==0.36",), script="llm_client.py"),
     Client(name="aiperf", packages=("aiperf==0.13.0",), script="aiperf_client.py", is_heavy=True),
     Client(name="guidellm", packages=("guidellm==0.8.1",), script="guidellm_client.py", is_heavy=True),

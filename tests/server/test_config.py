@@ -40,7 +40,7 @@ def test_options_are_the_fields_of_the_configuration_in_groups():
         "--tenant-max-jobs --tenant-max-running-jobs --tenant-max-files --tenant-max-batches --allow-adapter-paths",
         "HTTP": "--host --port --ssl-certfile --ssl-keyfile --allowed-hosts --cors-origin --root-path "
         "--max-connections --max-body --max-upload --timeout-headers --timeout-body --timeout-keep-alive "
-        "--request-timeout",
+        "--unknown-fields --request-timeout",
         "Operation": "--home --database --files-url --result-encoding --response-storage --log-format --log-level "
         "--otlp-endpoint --record --engine-timeout --drain",
     }

@@ -60,7 +60,7 @@ def test_an_adapter_has_its_own(client: Any, served: Served):
         ({"dimensions": 8}, "dimensions"),
         ({"encoding_format": "int8"}, "encoding_format"),
         ({"model": "none"}, "model"),
-        ({"temperature": 1}, "temperature"),
+        ({"dimension": 8}, "dimension"),
     ],
     ids=lambda value: ascii(value)[:30],
 )

@@ -128,7 +128,7 @@ def test_tags_come_where_their_triggers_do(client: OpenAI):
         ({"response_format": STRICT, "guided_regex": "a"}, "guided_regex", "only one"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "no JSON"),
-        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}}, "structured_outputs", "not supported"),
+        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "("}}, "structured_outputs", "unclosed group"),
         ({"structured_outputs": {"json": "[1]"}}, "structured_outputs", "an object"),
         ({"guided_regex": "("}, "guided_regex", "unclosed group"),
         ({"guided_choice": []}, "guided_choice", "at least one"),
@@ -141,6 +141,105 @@ def test_what_cannot_be_followed_is_refused(client: OpenAI, more, param, reason)
     with pytest.raises(BadRequestError, match=reason) as error:
         client.chat.completions.create(model="small", messages=MESSAGES, extra_body=more)
     assert param is None or error.value.param == param
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "[ ]{0}"}, "guided_whitespace_pattern": " "},
+        {"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]{0}"},
+        {"response_format": STRICT, "guided_whitespace_pattern": "[ ]{0}"},
+        {"response_format": STRICT, "guided_whitespace_pattern": r"\t{0,2}"},
+    ],
+)
+def test_white_space_is_what_was_asked_for(client: OpenAI, more: dict[str, Any]):
+    answer = client.chat.completions.create(
+        model="small", messages=MESSAGES, max_tokens=250, n=4, seed=1, extra_body=more
+    )
+    allowed = "\t" if r"\t" in str(more.get("guided_whitespace_pattern")) else ""
+    for choice in answer.choices:
+        between = re.sub(r'"(\\.|[^"])*"', "", choice.message.content)  # without the texts
+        assert is_person(choice.message.content) and set(re.findall(r"\s", between)) <= set(allowed)
+
+
+def test_objects_can_be_closed(client: OpenAI):
+    inner = {"type": "object", "properties": {"properties": {"type": "boolean"}}, "required": ["properties"]}
+    schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+    asked = {"structured_outputs": {"json": schema, "disable_additional_properties": True}}
+    answer = client.chat.completions.create(
+        model="small", messages=MESSAGES, max_tokens=250, n=4, seed=1, extra_body=asked
+    )
+    for choice in answer.choices:
+        assert list(json.loads(choice.message.content)) == ["a"]
+        assert list(json.loads(choice.message.content)["a"]) == ["properties"]
+
+
+def test_the_newer_name_of_a_grammar_wins_and_the_older_is_named(client: OpenAI):
+    def ask(**more: Any) -> tuple[str, str]:
+        raw = client.chat.completions.with_raw_response.create(
+            model="small", messages=MESSAGES, max_tokens=20, extra_body=more
+        )
+        return raw.parse().choices[0].message.content, raw.headers.get("x-coserve-ignored", "")
+
+    newer = {"structured_outputs": {"regex": "[a-c]{3}"}}
+    text, named = ask(**newer, guided_regex="[x-z]{3}", guided_grammar="", guided_decoding_backend="guidance")
+    assert set(text) <= set("abc") and named == "guided_decoding_backend, guided_grammar, guided_regex"
+    for older in ({"guided_json": SCHEMA}, {"guided_choice": ["x"]}, {"json_schema": SCHEMA}):
+        text, named = ask(**newer, **older)
+        assert set(text) <= set("abc") and named in ("guided_json", "guided_choice")
+
+
+def test_the_same_grammar_twice_is_one(client: OpenAI):
+    strict = {"structured_outputs": {"json": SCHEMA}, "response_format": STRICT}
+    answer = client.chat.completions.create(model="small", messages=MESSAGES, max_tokens=250, extra_body=strict)
+    assert is_person(answer.choices[0].message.content)
+
+
+GUIDANCE_JSON = json.dumps(
+    {
+        **SCHEMA,
+        "x-guidance": {
+            "whitespace_flexible": False,
+            "whitespace_pattern": None,
+            "item_separator": ", ",
+            "key_separator": ": ",
+            "coerce_one_of": True,
+            "lenient": False,
+        },
+    },
+    indent=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "is_valid"),
+    [
+        (
+            "%llguidance {}\n\nstart: x\nx[capture, max_tokens=5]: X\nX: /[0-9]+/\n",
+            re.compile("[0-9]+").fullmatch,
+        ),
+        ('%llguidance {}\n\nstart: y\ny[capture]: Y\n\nY: "a"\n     | "b"\n\n', {"a", "b"}.__contains__),
+        (f"%llguidance {{}}\n\nstart: z\n\nz[capture]: %json {GUIDANCE_JSON}\n\n", is_person),
+    ],
+)
+def test_the_body_of_guidances_client_for_vllm(client: OpenAI, grammar: str, is_valid: Any):
+    """The bodies are those that guidance 0.3.1 sends for `gen(regex=)`, `select` and `json`."""
+    chunks = client.chat.completions.create(
+        model="small",
+        messages=[{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
+        logprobs=True,
+        top_logprobs=5,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={
+            "guided_decoding_backend": "guidance",
+            "guided_grammar": grammar,
+            "structured_outputs": {"grammar": grammar},
+        },
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert is_valid(text), text
 
 
 def test_hostile_grammars_hold_up_nobody(served: Served):

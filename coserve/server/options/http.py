@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 
 from coserve.server.hosts import check_hosts
-from coserve.server.options.option import OptionGroup, check_seconds, option
+from coserve.server.options.option import OptionGroup, check_choice, check_seconds, option
+from coserve.server.other_fields import UNKNOWN_FIELDS
 from coserve.server.units import bytes_of, seconds_of
 from coserve.settings import check_whole
 
@@ -77,6 +78,12 @@ class HttpOptions(OptionGroup):
         metavar="TIME",
         shown="75s",
     )
+    unknown_fields: str = option(
+        "warn",
+        "--unknown-fields",
+        "Fields of requests that are not known here: ignore; warn, by a header of the answer and a line in the log; or "
+        "refuse. Those that are known to change an answer and are not supported are always refused.",
+    )
     request_timeout_s: float | None = option(
         None,
         "--request-timeout",
@@ -93,6 +100,7 @@ class HttpOptions(OptionGroup):
             check_whole(name, getattr(self, name), 1)
         for name in ("timeout_headers_s", "timeout_body_s", "timeout_keep_alive_s", "request_timeout_s"):
             check_seconds(name, getattr(self, name))
+        check_choice("unknown_fields", self.unknown_fields, UNKNOWN_FIELDS)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile needs ssl_certfile")
         check_hosts(self.allowed_hosts)

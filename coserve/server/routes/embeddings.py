@@ -19,4 +19,4 @@ async def create_embeddings(body: EmbeddingBody, request: Request, context: Cont
     """A vector for each input."""
     generation = await embedding_request(body, context, tenant, time.monotonic())
     note_completion(request, generation.id)
-    return await answer(request, whole=embeddings(body, generation, context))
+    return await answer(request, whole=embeddings(body, generation, context), ignored=body.ignored)

@@ -11,7 +11,7 @@ from coserve.server.message_request import message_request
 from coserve.server.message_schemas import CountBody, MessagesBody
 from coserve.server.message_writer import MessageWriter
 from coserve.server.request_log import note_completion
-from coserve.server.responses import answer, json_response
+from coserve.server.responses import answer, ignored_header, json_response
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -23,12 +23,13 @@ async def create_message(body: MessagesBody, request: Request, context: Context,
     writer = MessageWriter(context, chat)
     note_completion(request, chat.generation.id)
     if body.stream:
-        return await answer(request, events=writer.events(), end=b"")
-    return await answer(request, whole=writer.whole())
+        return await answer(request, events=writer.events(), ignored=body.ignored, end=b"")
+    return await answer(request, whole=writer.whole(), ignored=body.ignored)
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountBody, context: Context, tenant: Tenant) -> Response:
     """How many tokens a conversation has."""
     chat = await message_request(body, context, tenant, time.monotonic())
-    return json_response({"input_tokens": len(chat.generation.prompts[0])})
+    count = {"input_tokens": len(chat.generation.prompts[0])}
+    return json_response(count, headers=ignored_header(body.ignored))

@@ -17,7 +17,7 @@ from coserve.server.response_request import response_request
 from coserve.server.response_schemas import Includable, ResponseBody
 from coserve.server.response_store import find, forget
 from coserve.server.response_writer import ResponseWriter
-from coserve.server.responses import answer, json_response, server_sent_event
+from coserve.server.responses import answer, ignored_header, json_response, server_sent_event
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -40,7 +40,7 @@ async def create_response(body: ResponseBody, request: Request, context: Context
         run = context.runs.begin(_key(tenant, id), writer.background_events(), lambda: writer.response, writer.cancel)
         if body.stream:
             return await answer(request, events=_sent(run.watch()), ignored=body.ignored, end=b"")
-        return json_response(writer.response)
+        return json_response(writer.response, headers=ignored_header(body.ignored))
     if body.stream:
         return await answer(request, events=_sent(writer.events()), ignored=body.ignored, end=b"")
     return await answer(request, whole=writer.whole(), ignored=body.ignored)

@@ -11,7 +11,7 @@ from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError
 from coserve.server.generation import find_model, most_tokens
 from coserve.server.prompts import num_characters
-from coserve.server.responses import json_response
+from coserve.server.responses import ignored_header, json_response
 from coserve.server.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from coserve.server.tools import Tools
 
@@ -46,7 +46,8 @@ async def tokenize(body: TokenizeBody, context: Context, tenant: Tenant) -> Resp
             "max_model_len": most_tokens(ready),
             "tokens": tokens,
             "token_strs": await context.prompts.names(tokens) if body.return_token_strs else None,
-        }
+        },
+        headers=ignored_header(body.ignored),
     )
 
 
@@ -58,7 +59,8 @@ async def detokenize(body: DetokenizeBody, context: Context, tenant: Tenant) -> 
     _require_tokenizer(context)
     if wrong := [token for token in body.tokens if not 0 <= token < ready.vocab_size]:
         raise ApiError(f"tokens has {wrong[0]}; the model has {ready.vocab_size} tokens", param="tokens")
-    return json_response({"prompt": await context.prompts.decoded(body.tokens)})
+    text = await context.prompts.decoded(body.tokens)
+    return json_response({"prompt": text}, headers=ignored_header(body.ignored))
 
 
 @router.get("/tokenizer_info")
