@@ -28,6 +28,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(rmtree, os.environ["TMPDIR"], ignore_errors=True)
     os.environ["COSERVE_HOME"] = mkdtemp(prefix="coserve-home-")
     atexit.register(rmtree, os.environ["COSERVE_HOME"], ignore_errors=True)
+    os.environ["COSERVE_RUN_DIR"] = ""  # commands find no servers of other tests, nor of the user
     # The names of compiled kernels and of profiles say what they were made of: those of the last run serve again.
     for kept in ("kernels", "profiles"):
         directory = Path(__file__).parents[1] / ".pytest_cache" / kept

@@ -1,5 +1,6 @@
 """How commands find a server: `--url` and `--api-key`, which all of them share; or one of their own for a while."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -17,9 +18,36 @@ from coserve.errors import ServerError
 from coserve.home import share_measurements
 from coserve.jobs.names import is_checkpoint
 from coserve.secret_variables import CLIENT_KEY
+from coserve.server.running import running_servers
+
+
+def _found_url(context: typer.Context, parameter: typer.CallbackParam, url: str) -> str:
+    """Return the URL that was given, or else that of the one server that this user runs on this machine.
+
+    Raises:
+        ServerError: Several servers run, none of them at the usual address.
+    """
+    source = context.get_parameter_source(parameter.name or "")
+    if context.resilient_parsing or source is None or source.name != "DEFAULT":
+        return url
+    found = running_servers()
+    if not found or any(server.url == DEFAULT_URL for server in found):
+        return url
+    if len(found) > 1:
+        named = ", ".join(f"{server.url} ({server.model})" for server in found[:_MOST_NAMED])
+        raise ServerError(f"{len(found)} servers run here: {named}; name one with --url or COSERVE_URL")
+    typer.echo(f"using the server at {found[0].url} ({found[0].model})", err=True)
+    return found[0].url
+
 
 Url = Annotated[
-    str, typer.Option(envvar="COSERVE_URL", metavar="URL", help="The server to talk to; coserve up starts one.")
+    str,
+    typer.Option(
+        envvar="COSERVE_URL",
+        metavar="URL",
+        help="The server to talk to; without, the one that coserve up runs on this machine, at whatever port.",
+        callback=_found_url,
+    ),
 ]
 ApiKey = Annotated[
     str | None,
@@ -68,7 +96,12 @@ def own_server(
     with log.open("wb") as output:
         # In a session of its own: Ctrl-C is for the command, which ends the server in its turn.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env={**os.environ, "COSERVE_RUN_DIR": ""},  # other commands do not find it
         )
     try:
         _wait_until_ready(process, url, log, while_starting)

@@ -1,7 +1,8 @@
 """Where a job's metrics go beside the store: TensorBoard's event files, and Weights & Biases if the job asks for it.
 
-On a thread of its own, so that neither holds up anything; what goes wrong there is logged, and changes no job. After an
-engine's death steps are made again: TensorBoard is told which ones to forget, Weights & Biases keeps the first.
+On a thread of its own, so that neither holds up anything; what goes wrong there is logged and changes no job. A job that
+cannot be followed at Weights & Biases has an event that says why. After an engine's death steps are made again:
+TensorBoard is told which ones to forget, Weights & Biases keeps the first.
 """
 
 import importlib.util
@@ -19,7 +20,9 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coserve.engine.job import JobEvent
+from coserve.errors import JobError
 from coserve.home import make_private
+from coserve.jobs.recording import job_event
 from coserve.jobs.records import JobRecord
 from coserve.jobs.settings import JobSettings
 from coserve.jobs.store import Store
@@ -37,6 +40,7 @@ TENSORBOARD = "tensorboard"
 _FLUSH_S = 2.0
 # How long the end of a server waits for what is on its way to a service that may be gone.
 _CLOSE_S = 20.0
+_MAX_MESSAGE = 500
 _numbers = count()  # of files, which may be begun within one second
 
 
@@ -48,6 +52,18 @@ class Tracker(Protocol):
 
     def close(self, status: str) -> None:
         """There is no more. status: of the job; "queued" where it only rests."""
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:_MAX_MESSAGE] or type(error).__name__
+
+
+def _has_wandb_key(wandb: Any) -> bool:
+    """Return whether the package has credentials; without, it would ask for them on the server's terminal."""
+    try:
+        return bool(wandb.login(prompt=False))
+    except TypeError:  # a version before that option
+        return bool(wandb.api.api_key)
 
 
 def has_wandb() -> bool:
@@ -62,6 +78,7 @@ class Trackers:
         """directory: where jobs have their folders."""
         self._store, self._directory = store, directory
         self._open: dict[str, list[Tracker]] = {}
+        self._told = set[tuple[str, str]]()  # warnings that jobs have
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # One that nobody waits for when the process ends.
         self._thread = Thread(target=self._run, name="trackers", daemon=True)
@@ -115,9 +132,17 @@ class Trackers:
         for integration in JobSettings.from_data(job.settings).integrations:
             try:
                 found.append(WandbTracker(job, integration["wandb"], folder))
-            except Exception as error:  # the service is away, or its key is wrong
-                _log.warning("job %s cannot be followed at Weights & Biases: %s", job.id, error)
+            except Exception as error:  # the service is away, or its key is missing or wrong
+                self._warn(job, f"the job cannot be followed at Weights & Biases: {_one_line(error)}")
         return found
+
+    def _warn(self, job: JobRecord, message: str) -> None:
+        """Add an event to a job, once; and log it."""
+        _log.warning("job %s: %s", job.id, message)
+        if (job.id, message) not in self._told:
+            with self._store.write() as transaction:
+                transaction.add_event(job_event(job, message, level="warn"))
+            self._told.add((job.id, message))
 
     def _close(self, job: str, status: str) -> None:
         for tracker in self._open.pop(job, []):
@@ -192,8 +217,14 @@ class WandbTracker:
     """A run of Weights & Biases; the server's environment has its key, or WANDB_MODE=offline."""
 
     def __init__(self, job: JobRecord, settings: Mapping[str, Any], directory: Path) -> None:
+        """Begin the run; JobError where the server has no key, any error where the service does not take it."""
         import wandb
 
+        if os.environ.get("WANDB_MODE", "online") in ("online", "run") and not _has_wandb_key(wandb):
+            raise JobError(
+                "the server has no key; start it with WANDB_API_KEY, log in with `wandb login`, or set "
+                "WANDB_MODE=offline"
+            )
         self._run = wandb.init(
             project=settings["project"],
             name=settings.get("name") or job.name,

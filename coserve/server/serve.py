@@ -6,12 +6,14 @@ of its jobs and ends, and nothing of it remains. A second signal ends the waitin
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import ssl
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +32,7 @@ from coserve.server.context import ServerContext
 from coserve.server.home_lock import lock_home
 from coserve.server.job_service import start_jobs, stop_batches, stop_jobs
 from coserve.server.prompts import Prompts, template_of
+from coserve.server.running import RunningServer, announced, reachable_url
 from coserve.server.tracing import open_tracing
 from coserve.worker.access import EngineAccess
 from coserve.worker.fork_server import ForkServer
@@ -111,6 +114,7 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
     host, port = listening.getsockname()[:2]
     scheme = "http" if config.ssl_certfile is None else "https"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    reached_at = reachable_url(scheme, host, port)
     fork_server = _start_fork_server(config, watcher)
     engine = engine_here(
         engine_settings(config),
@@ -125,9 +129,11 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
     server = _Server(_http_settings(config, create_app(context)))
     try:
         with _signals() as signalled, _reloading(context):
-            await _serve(
-                server, listening, context, signalled, watcher, lambda: _announce(context, first, watcher, url)
-            )
+            with ExitStack() as until_end:
+                here = RunningServer(url=reached_at, model=context.model_name, pid=os.getpid())
+                found_meanwhile = partial(until_end.enter_context, announced(here))
+                announce = partial(_announce, context, first, watcher, url, found_meanwhile)
+                await _serve(server, listening, context, signalled, watcher, announce)
     finally:
         listening.close()
         await close_context(context)
@@ -256,11 +262,18 @@ async def _serve(
         engine.result()
 
 
-async def _announce(context: ServerContext, first: "_FirstReady", watcher: Watcher, url: str) -> None:
-    """Load what this process needs of the model; tell when all is there."""
+async def _announce(
+    context: ServerContext, first: "_FirstReady", watcher: Watcher, url: str, found_meanwhile: Callable[[], None]
+) -> None:
+    """Load what this process needs of the model; tell when all is there.
+
+    found_meanwhile: has commands of this user find the server until it ends.
+    """
     await context.prompts.load()
     await start_jobs(context)
-    watcher.ready(await first.ready, context, url)
+    ready = await first.ready
+    found_meanwhile()
+    watcher.ready(ready, context, url)
 
 
 async def _drain(context: ServerContext, signalled: "_Signals") -> None:

@@ -104,6 +104,32 @@ def test_results_are_encoded_as_openai_does_where_that_is_asked_for(served: Serv
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "encoding")
 
 
+def test_a_job_says_that_the_server_has_no_key_for_weights_and_biases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """And trains all the same."""
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))  # without a .netrc
+    with serving() as served:
+        client: Any = served.client()
+        made = client.fine_tuning.jobs.create(
+            model="small",
+            training_file=client.files.create(file=("data.jsonl", DATA), purpose="fine-tune").id,
+            hyperparameters={"n_epochs": 1, "batch_size": 3},
+            integrations=[{"type": "wandb", "wandb": {"project": "pirates"}}],
+            extra_body={"coserve": QUICK},
+        )
+
+        def warnings() -> list[str]:
+            events = client.fine_tuning.jobs.list_events(made.id, limit=100).data
+            return [event.message for event in events if event.level == "warn"]
+
+        [warning] = served.wait_until(warnings, limit_s=60)
+        assert "cannot be followed at Weights & Biases: the server has no key" in warning
+        assert "WANDB_API_KEY" in warning
+        served.wait_until(lambda: client.fine_tuning.jobs.retrieve(made.id).status == "succeeded", limit_s=60)
+        assert len(warnings()) == 1
+
+
 def command(served: Served, *arguments: str) -> tuple[int, str, str]:
     environment = {**os.environ, "COSERVE_URL": served.url, "PYTHONPATH": ROOT}
     done = subprocess.run(

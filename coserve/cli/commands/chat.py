@@ -44,7 +44,7 @@ def chat(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Talk to a model. Without --url, and without a server at the usual address, one is started for as long as
+    """Talk to a model: of the server that runs on this machine, or of --url. Without any, one is started for as long as
     the conversation lasts.
 
     In a pipe, every line of stdin is a question of the same conversation: `echo "Hello" | coserve chat`.

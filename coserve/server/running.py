@@ -1,0 +1,122 @@
+"""Which servers this user runs on this machine: each leaves a file with its URL, which commands read.
+
+A file is locked for as long as its server lives, so that one that a killed server has left is recognised and removed.
+The directory and its files are closed to other users, and those of other users are not read: a command may send its API
+key to the URL that it finds.
+"""
+
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from coserve.home import make_private
+
+# Hosts that a server listens at and that no client can connect to, with one that reaches the same server.
+_REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_MAX_FILE_BYTES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningServer:
+    """A server on this machine."""
+
+    url: str
+    # As clients call it.
+    model: str
+    pid: int
+
+
+def servers_directory() -> Path | None:
+    """Return where servers leave their files: `$COSERVE_RUN_DIR`, or one of the system's directories for such files.
+
+    None if the variable is set and empty: then servers leave none, and commands find none.
+    """
+    if (given := os.environ.get("COSERVE_RUN_DIR")) is not None:
+        return Path(given) if given else None
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "coserve"
+    return Path(tempfile.gettempdir()) / f"coserve-{os.geteuid()}"
+
+
+def reachable_url(scheme: str, host: str, port: int) -> str:
+    """Return the URL by which this machine reaches a server that listens at a host."""
+    host = _REACHED_AT.get(host, host)
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+@contextmanager
+def announced(server: RunningServer) -> Iterator[None]:
+    """Have other commands of this user find a server meanwhile; without a usable directory, they do not find it."""
+    directory = servers_directory()
+    if directory is None:
+        yield
+        return
+    path = directory / f"{server.pid}.json"
+    file = None
+    with suppress(OSError):
+        file = _write(server, path)
+    try:
+        yield
+    finally:
+        if file is not None:
+            with suppress(OSError):
+                path.unlink()
+            file.close()
+
+
+def running_servers() -> list[RunningServer]:
+    """Return the servers that run now, in the order of their URLs; files of servers that are gone are removed."""
+    directory = servers_directory()
+    found = []
+    with suppress(OSError):
+        if directory is not None and directory.stat().st_uid == os.geteuid():
+            found = [server for path in directory.glob("*.json") if (server := _read(path)) is not None]
+    return sorted(found, key=lambda server: server.url)
+
+
+def _write(server: RunningServer, path: Path) -> IO[str] | None:
+    """Write a server's file and return it open, with its lock; None if the directory is another user's."""
+    if not make_private(path.parent):
+        return None
+    part = path.with_suffix(".part")
+    part.unlink(missing_ok=True)
+    file = os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)  # before others can find it
+        json.dump(asdict(server), file)
+        file.flush()
+        part.rename(path)
+    except OSError:
+        file.close()
+        part.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def _read(path: Path) -> RunningServer | None:
+    """Return the server of a file; None if it is gone, or if the file is another user's or not one of these."""
+    try:
+        with path.open() as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                return None
+            if _is_stale(file):
+                path.unlink()
+                return None
+            return RunningServer(**json.loads(file.read(_MAX_FILE_BYTES)))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _is_stale(file: IO[str]) -> bool:
+    """Return whether nobody holds the lock of a file any more."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
