@@ -1,7 +1,7 @@
 """Where a job's metrics go beside the store: TensorBoard's event files, and Weights & Biases if the job asks for it.
 
-On a thread of its own, so that neither holds up anything; what goes wrong there is logged and changes no job. A job that
-cannot be followed at Weights & Biases has an event that says why. After an engine's death steps are made again:
+On a thread of its own, so that neither holds up anything; what goes wrong there is logged and changes no job. A job
+that cannot be followed at Weights & Biases has an event that says why. After an engine's death steps are made again:
 TensorBoard is told which ones to forget, Weights & Biases keeps the first.
 """
 
@@ -60,6 +60,8 @@ def _one_line(error: Exception) -> str:
 
 def _has_wandb_key(wandb: Any) -> bool:
     """Return whether the package has credentials; without, it would ask for them on the server's terminal."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
     try:
         return bool(wandb.login(prompt=False))
     except TypeError:  # a version before that option

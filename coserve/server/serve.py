@@ -128,12 +128,11 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
     context.link.listen(first)
     server = _Server(_http_settings(config, create_app(context)))
     try:
-        with _signals() as signalled, _reloading(context):
-            with ExitStack() as until_end:
-                here = RunningServer(url=reached_at, model=context.model_name, pid=os.getpid())
-                found_meanwhile = partial(until_end.enter_context, announced(here))
-                announce = partial(_announce, context, first, watcher, url, found_meanwhile)
-                await _serve(server, listening, context, signalled, watcher, announce)
+        with _signals() as signalled, _reloading(context), ExitStack() as until_end:
+            here = RunningServer(url=reached_at, model=context.model_name, pid=os.getpid())
+            found_meanwhile = partial(until_end.enter_context, announced(here))
+            announce = partial(_announce, context, first, watcher, url, found_meanwhile)
+            await _serve(server, listening, context, signalled, watcher, announce)
     finally:
         listening.close()
         await close_context(context)
