@@ -11,10 +11,12 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
+
+import msgspec
 
 from coserve.adapters.whole_files import read_small_file
 from coserve.devices.base import Device
@@ -23,6 +25,7 @@ from coserve.devices.messages import Command
 from coserve.errors import AdapterError, DiskFullError, JobError
 from coserve.home import is_disk_full
 from coserve.settings import check_number, check_whole, shown
+from coserve.tuning.early_stopping import BestEvaluation
 
 POSITION_FILE = "job.json"
 _MAX_POSITION_BYTES = 1 << 16
@@ -47,6 +50,8 @@ class JobPosition:
     num_steps: int
     num_examples: int
     num_tokens: int
+    # The best evaluation so far.
+    best: BestEvaluation = field(default_factory=BestEvaluation)
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "num_examples", "num_tokens", "num_tokens_trained", "num_bad_steps"):
@@ -138,8 +143,8 @@ def read_position(directory: str | Path) -> JobPosition:
     path = Path(directory) / POSITION_FILE
     try:
         content = read_small_file(path, _MAX_POSITION_BYTES)
-        return JobPosition(**json.loads(content or b""))
-    except (AdapterError, ValueError, TypeError, RecursionError):
+        return msgspec.json.decode(content or b"", type=JobPosition)
+    except (AdapterError, ValueError, RecursionError, msgspec.MsgspecError):
         raise JobError(f"{directory} is no checkpoint of a job: it has no usable {POSITION_FILE}") from None
 
 

@@ -23,6 +23,7 @@ from coserve.engine.memory_failures import MemoryFailures
 from coserve.engine.pack_queue import PackQueue
 from coserve.scheduling.plan import JobPhase, JobView
 from coserve.tuning.config import TuningConfig
+from coserve.tuning.early_stopping import BestEvaluation, evaluated_value
 from coserve.tuning.evaluation import Question
 from coserve.tuning.examples import Example
 from coserve.tuning.loss_sums import LossSums
@@ -55,7 +56,7 @@ class JobEvent:
     loss, token_accuracy: means over trained tokens (or the units of the objective, which are as they should be), of the
     step or of the validation set; metrics: of the objective, likewise, and of answers to the validation set. num_tokens
     (trained or not), learning_rate, norm (of the gradient before clipping; None: it was not finite, and the step was
-    skipped): of a step. seconds: of a step. version: its label. A contribution is due to the other nodes of a job that
+    skipped): of a step. is_best: of an evaluation, whether it is the best so far. seconds: of a step. version: its label. A contribution is due to the other nodes of a job that
     is divided among several.
     """
 
@@ -73,6 +74,8 @@ class JobEvent:
     version: str | None = None
     message: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    # Of an evaluation: whether it is the best one so far.
+    is_best: bool = False
 
 
 class Job:
@@ -117,6 +120,7 @@ class Job:
         self.sums = LossSums()  # of the packs that are done, of the step or the evaluation
         self.seconds = StepSeconds()  # of the step so far
         self.optimizer_away = False  # whether its moments lie on the host
+        self.best = BestEvaluation()
         self._validation = tuple(validation)
         self._num_bad_steps = 0
         self._num_tokens_at_step = 0  # those of them in whole optimizer steps
@@ -138,6 +142,12 @@ class Job:
     def wants_pack(self) -> PackMembers | None:
         """The pack to begin next, if it is time for one."""
         return self.packs.next if self.state == "running" else None
+
+    @property
+    def stops_early(self) -> bool:
+        """Return whether its evaluations have not improved for as long as its configuration allows."""
+        stopping = self.config.early_stopping
+        return stopping is not None and self.best.num_without_gain >= stopping.patience
 
     @property
     def has_pack(self) -> bool:
@@ -248,6 +258,7 @@ class Job:
             num_steps=order.num_steps,
             num_examples=len(order.examples),
             num_tokens=sum(len(example.tokens) for example in order.examples),
+            best=self.best,
         )
 
     def resume(self, position: JobPosition) -> None:
@@ -255,7 +266,7 @@ class Job:
         position.check_is_of(self.position())
         self.num_steps_done, self.num_rows_run = position.num_steps_done, position.num_rows_run
         self.num_tokens_trained = self._num_tokens_at_step = position.num_tokens_trained
-        self._num_bad_steps = position.num_bad_steps
+        self._num_bad_steps, self.best = position.num_bad_steps, position.best
         if self.num_steps_done:
             self.packs.clear()
             self.follow_due, self.evaluated = True, position.evaluated
@@ -324,8 +335,14 @@ class Job:
         return True
 
     def finish_evaluation(self, now_s: float, answers: Mapping[str, float]) -> JobEvent:
-        """answers: what came of the questions, by the metric's name."""
+        """Return the event of a whole evaluation. answers: what came of the questions, by the metric's name."""
         sums, self.sums, self.evaluating, self.answers_due = self.sums, LossSums(), False, False
+        metrics = {**sums.mean_metrics, **answers}
+        metric, stopping = self.config.best_metric, self.config.early_stopping
+        value = evaluated_value(metric, loss=sums.mean_loss, token_accuracy=sums.token_accuracy, metrics=metrics)
+        self.best = self.best.after(
+            self.num_steps_done, value, metric=metric, min_delta=0.0 if stopping is None else stopping.min_delta
+        )
         return JobEvent(
             job=self.id,
             kind="evaluation",
@@ -334,7 +351,8 @@ class Job:
             loss=sums.mean_loss,
             token_accuracy=sums.token_accuracy,
             num_trained=sums.num_trained,
-            metrics={**sums.mean_metrics, **answers},
+            metrics=metrics,
+            is_best=self.best.step == self.num_steps_done,
         )
 
     def start_step(self) -> bool:

@@ -91,6 +91,10 @@ class JobMilestones:
             self.finish_evaluation(job, found)
 
     def _next_step(self, job: Job) -> None:
-        """The next optimizer step, or the end."""
-        if not job.start_step():
+        """Begin the next optimizer step, or end the job: after its last step, or where it stops early."""
+        if job.stops_early and job.num_steps_done < job.order.num_steps:
+            self.publish(job)  # what serves now is what the job has made
+            if not job.is_terminal:
+                self._endings.end(job, "succeeded")
+        elif not job.start_step():
             self._endings.end(job, "succeeded")

@@ -32,6 +32,8 @@ class JobStart:
     checkpoint: str | None = None
     checkpoints: str
     checkpoint_every_steps: int = 0
+    # Whether the model is the checkpoint of the best evaluation, and not the last one.
+    keep_best: bool = False
     paused: bool = False
     tenant: str = ""
     alone_until_step: int = 0

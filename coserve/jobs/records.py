@@ -12,6 +12,8 @@ OVER: frozenset[str] = frozenset(("succeeded", "failed", "cancelled"))
 Level = Literal["info", "warn", "error"]
 # Clients without a key, where none is needed.
 DEFAULT_TENANT = "default"
+# In the data of an evaluation's event: true if it was the best of its job so far.
+IS_BEST = "is_best"
 
 _LETTERS = string.ascii_letters + string.digits
 

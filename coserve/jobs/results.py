@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any
 
 from coserve.engine.job import JobEvent
-from coserve.jobs.records import EventRecord
+from coserve.jobs.records import IS_BEST, EventRecord
 from coserve.tuning.evaluation import METRICS
 
 # Metrics of answers, as events name them.
@@ -41,6 +41,8 @@ def metrics_of(event: JobEvent, *, num_steps: int, tokens_per_s: float | None) -
                 f"{kind}_loss": _number(event.loss),
                 f"{kind}_mean_token_accuracy": _number(event.token_accuracy),
             }
+        if event.is_best:
+            data[IS_BEST] = True
     of = "train" if event.kind == "step" else "valid"
     data |= {f"{of}_{name}": _number(value) for name, value in event.metrics.items()}
     return data
@@ -53,7 +55,8 @@ def message_of(event: JobEvent, num_steps: int) -> str:
     skipped = " (the gradient was not finite: skipped)" if event.kind == "step" and event.norm is None else ""
     margin = f", reward margin={event.metrics[_MARGIN]:.4g}" if _MARGIN in event.metrics else ""
     answers = "".join(f", {name}={event.metrics[name]:.4g}" for name in METRICS if name in event.metrics)
-    return f"Step {event.step}/{num_steps}: {what} loss={loss}{margin}{answers}{skipped}"
+    best = " (the best so far)" if event.is_best else ""
+    return f"Step {event.step}/{num_steps}: {what} loss={loss}{margin}{answers}{skipped}{best}"
 
 
 def by_step(events: Sequence[EventRecord]) -> dict[int, dict[str, Any]]:

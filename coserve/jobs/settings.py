@@ -18,7 +18,8 @@ from coserve.errors import AdapterError, JobError
 from coserve.models.base import Architecture
 from coserve.settings import MOST_WHOLE, check_number, check_whole, shown
 from coserve.tuning.config import OptimizerConfig, TuningConfig
-from coserve.tuning.evaluation import EvaluationConfig
+from coserve.tuning.early_stopping import TOKEN_ACCURACY, EarlyStopping
+from coserve.tuning.evaluation import LOSS, EvaluationConfig
 from coserve.tuning.objectives import SUPERVISED, check_trains, make_objective, objective_class, objective_names
 from coserve.tuning.shard import SYNCHRONIZATIONS, DataParallel, Synchronization
 
@@ -40,7 +41,9 @@ class Extension:
 
     adapter: `type` (the name of a file of `adapters/methods/`), and that method's settings. checkpoint_every_steps:
     optimizer steps from one listed checkpoint to the next (0: after the last alone). evaluate_every_steps: None: with
-    every checkpoint. evaluation: see `EvaluationConfig`. strict: a file with an example whose prompt alone is too long
+    every checkpoint. evaluation: see `EvaluationConfig`. best_metric: see `TuningConfig` (None: the metric of
+    `evaluation`). keep_best: the model is the checkpoint of the best evaluation, not the last. early_stopping: see
+    `EarlyStopping`. strict: a file with an example whose prompt alone is too long
     is refused; else such ones are left out. max_recompute: see `TuningConfig`. data_parallel: nodes of a cluster that
     the job is divided among; synchronization, synchronize_every_steps: how they exchange what they learn, and how often
     (see `coserve.tuning.shard`; None: 1 if synchronous, else 8).
@@ -53,6 +56,9 @@ class Extension:
     checkpoint_every_steps: int = 50
     evaluate_every_steps: int | None = None
     evaluation: Mapping[str, Any] | None = None
+    best_metric: str | None = None
+    keep_best: bool = False
+    early_stopping: Mapping[str, Any] | None = None
     live: bool = False
     strict: bool = False
     max_recompute: float = 0.0
@@ -79,6 +85,10 @@ class JobSettings:
     checkpoint_every_steps: int = 50
     evaluate_every_steps: int = 50
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    best_metric: str = LOSS
+    # Whether the model is the checkpoint of the best evaluation, and not the last one.
+    keep_best: bool = False
+    early_stopping: EarlyStopping | None = None
     live: bool = False
     strict: bool = False
     max_recompute: float = 0.0
@@ -99,6 +109,8 @@ class JobSettings:
             seed=self.seed,
             evaluate_every_steps=self.evaluate_every_steps,
             evaluation=self.evaluation,
+            best_metric=self.best_metric,
+            early_stopping=self.early_stopping,
             live=self.live,
             max_recompute=self.max_recompute,
             objective=self.objective,
@@ -168,7 +180,7 @@ def job_settings(
     ):
         if value is not None or name == "checkpoint_every_steps":
             _check_whole(f"coserve.{name}", value, least, MOST_WHOLE)
-    for name in ("shuffle", "live", "strict"):
+    for name in ("shuffle", "live", "strict", "keep_best"):
         if not isinstance(getattr(asked, name), bool):
             _refuse(f"coserve.{name}", f"must be true or false, not {shown(getattr(asked, name))}")
     with _of("coserve.max_recompute"):
@@ -181,6 +193,9 @@ def job_settings(
         _refuse("coserve.adapter", "must not be given where the model is an adapter: that one is trained further")
     every = asked.checkpoint_every_steps
     evaluation = _evaluation({} if asked.evaluation is None else asked.evaluation, objective, has_validation)
+    early_stopping = _early_stopping(asked, evaluation, has_validation=has_validation)
+    if asked.keep_best and is_fresh and _trains_model(asked.adapter):
+        _refuse("coserve.keep_best", "must be false for full fine-tuning: what is trained is the one copy that serves")
     known = _hyperparameters(hyperparameters)
     own = {
         name: value for name, value in hyperparameters.items() if name not in _OPENAIS and value not in (None, "auto")
@@ -202,6 +217,9 @@ def job_settings(
         checkpoint_every_steps=every,
         evaluate_every_steps=every if asked.evaluate_every_steps is None else asked.evaluate_every_steps,
         evaluation=evaluation,
+        best_metric=evaluation.metric if asked.best_metric is None else asked.best_metric,
+        keep_best=asked.keep_best,
+        early_stopping=early_stopping,
         live=asked.live,
         strict=asked.strict,
         max_recompute=float(asked.max_recompute),
@@ -257,6 +275,26 @@ def _evaluation(given: Any, objective: str, has_validation: bool) -> EvaluationC
     if found.asks and not has_validation:
         _refuse(f"{where}.metric", f"{found.metric} needs a validation_file, whose questions are asked")
     return found
+
+
+def _early_stopping(asked: Extension, evaluation: EvaluationConfig, *, has_validation: bool) -> EarlyStopping | None:
+    """Return when a job stops early; JobError for what needs evaluations that the job does not have."""
+    every = asked.checkpoint_every_steps if asked.evaluate_every_steps is None else asked.evaluate_every_steps
+    for name, is_asked in (("keep_best", asked.keep_best), ("early_stopping", asked.early_stopping is not None)):
+        if is_asked and not has_validation:
+            _refuse(f"coserve.{name}", "needs a validation_file, by which models are compared")
+        if is_asked and not every:
+            _refuse(f"coserve.{name}", "needs evaluate_every_steps above 0")
+        if is_asked and asked.data_parallel > 1:
+            _refuse(f"coserve.{name}", "does not go with data_parallel above 1")
+    if asked.keep_best and asked.live:
+        _refuse("coserve.keep_best", "does not go with live, which serves every step")
+    metrics = dict.fromkeys((LOSS, TOKEN_ACCURACY, evaluation.metric))
+    if asked.best_metric is not None and asked.best_metric not in metrics:
+        _refuse("coserve.best_metric", f"must be one of {', '.join(metrics)}, not {shown(asked.best_metric)}")
+    if asked.early_stopping is None:
+        return None
+    return _build(EarlyStopping, asked.early_stopping, "coserve.early_stopping")
 
 
 def _adapter(given: Mapping[str, Any], architecture: Architecture, objective: str) -> AdapterConfig:

@@ -10,6 +10,7 @@ from coserve.jobs.batch_rows import PART_PURPOSE, BatchRows
 from coserve.jobs.conversation_rows import ConversationRows
 from coserve.jobs.deaths import Deaths
 from coserve.jobs.records import (
+    IS_BEST,
     OVER,
     AdapterRecord,
     CheckpointRecord,
@@ -173,6 +174,12 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
         same = (EventTable.job == last.c.job) & (EventTable.step == last.c.step)
         rows = self._session.scalars(select(EventTable).join(last, same).where(EventTable.kind == "step"))
         return {row.job: row.data.get("train_loss") for row in rows}
+
+    def best_evaluations(self, jobs: Collection[str]) -> dict[str, EventRecord]:
+        """Return the evaluation that was the best of each of these jobs that has been evaluated."""
+        query = select(EventTable).where(EventTable.kind == "evaluation", EventTable.job.in_(jobs))
+        found = self._all(EventRecord, query.order_by(EventTable.step, EventTable.seq))
+        return {event.job: event for event in found if event.data.get(IS_BEST)}
 
     # -- checkpoints ----------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from coserve.jobs.deaths import Deaths, after_death
 from coserve.jobs.files import QUOTA_RETRY_S, RESULTS, Files
 from coserve.jobs.folders import Folders, prune_records
 from coserve.jobs.messages import JobStart
+from coserve.jobs.outcome import add_model, num_trained_tokens
 from coserve.jobs.recording import adapter_of, job_event
 from coserve.jobs.records import AdapterRef, CheckpointRecord, FileRecord, JobRecord, JobStatus, new_id
 from coserve.jobs.results import FILENAME, results_csv
@@ -50,10 +51,10 @@ class Transitions:
             return transaction.unfinished_jobs()
 
     def has_last_checkpoint(self, id: str) -> bool:
-        """Whether the checkpoint after the last step is there."""
+        """Return whether the checkpoint after the last step that a job has made is there: it may have stopped early."""
         job = self.job(id)
         with self._store.read() as transaction:
-            return any(each.listed and each.step == job.num_steps for each in transaction.all_checkpoints(id))
+            return any(each.listed and each.step == job.num_steps_done for each in transaction.all_checkpoints(id))
 
     def start_of(self, job: JobRecord, checkpoint: str | None, *, alone_until_step: int, model: str = "") -> JobStart:
         """All that an engine needs to run a job. checkpoint: the directory to resume from. model: see `JobStart`."""
@@ -69,6 +70,7 @@ class Transitions:
             checkpoint=checkpoint,
             checkpoints=str(self._folders.checkpoints(job.id)),
             checkpoint_every_steps=settings.checkpoint_every_steps,
+            keep_best=settings.keep_best,
             tenant=job.tenant,
             alone_until_step=alone_until_step,
             model=model,
@@ -210,14 +212,12 @@ class Transitions:
             if status == "succeeded":
                 assert results is not None
                 transaction.add_file(results)
-                transaction.put_adapter(adapter_of(job, job.name, kept[-1].directory))
-                transaction.add_event(job_event(job, f"New fine-tuned model created: {job.name}"))
+                add_model(transaction, job, kept)
                 transaction.add_event(job_event(job, "The job has successfully completed"))
             elif error is not None:
                 transaction.add_event(job_event(job, f"The job failed: {error['message']}", level="error"))
             else:
                 transaction.add_event(job_event(job, "The job was cancelled"))
-            config = JobSettings.from_data(job.settings).tuning_config(max(1, job.num_examples))
             job = _change(
                 transaction,
                 job,
@@ -225,7 +225,7 @@ class Transitions:
                 error=error,
                 finished_at=int(time.time()),
                 result_file=results.id if results is not None else None,
-                trained_tokens=job.num_tokens * config.num_epochs if status == "succeeded" else None,
+                trained_tokens=num_trained_tokens(transaction, job) if status == "succeeded" else None,
             )
         self._folders.sweep(id, kept, is_terminal=True)
         return job

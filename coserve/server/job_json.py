@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from coserve.jobs.names import organization
+from coserve.jobs.outcome import stops_early
 from coserve.jobs.records import CheckpointRecord, EventRecord, JobRecord
 from coserve.jobs.results import ANSWERS, by_step
 from coserve.jobs.settings import JobSettings
@@ -20,10 +21,11 @@ def jobs_json(context: ServerContext, jobs: Sequence[JobRecord]) -> list[dict[st
     """Blocks."""
     with context.jobs.store.read() as transaction:
         losses = transaction.last_losses([job.id for job in jobs])
-    return [_json(context, job, losses.get(job.id)) for job in jobs]
+        best = transaction.best_evaluations([job.id for job in jobs if job.validation_file is not None])
+    return [_json(context, job, losses.get(job.id), best.get(job.id)) for job in jobs]
 
 
-def _json(context: ServerContext, job: JobRecord, loss: float | None) -> dict[str, Any]:
+def _json(context: ServerContext, job: JobRecord, loss: float | None, best: EventRecord | None) -> dict[str, Any]:
     settings = JobSettings.from_data(job.settings)
     hyperparameters, method = settings.hyperparameters(job.num_examples), settings.objective.replace("-", "_")
     return {
@@ -51,6 +53,8 @@ def _json(context: ServerContext, job: JobRecord, loss: float | None) -> dict[st
             "step": job.num_steps_done,
             "total_steps": job.num_steps or None,
             "train_loss": loss,
+            "best_step": None if best is None else best.step,
+            "stopped_early": job.status == "succeeded" and stops_early(job),
             "adapter": job.name,
             "queue_position": context.jobs.queue_position(job),
             "share_validated": context.jobs.share_validated(job),
@@ -71,8 +75,16 @@ def event_json(event: EventRecord) -> dict[str, Any]:
     }
 
 
-def checkpoint_json(checkpoint: CheckpointRecord, events: tuple[EventRecord, ...]) -> dict[str, Any]:
-    """OpenAI's `fine_tuning.job.checkpoint`; events: with the metrics of its step."""
+def checkpoint_json(
+    checkpoint: CheckpointRecord, events: tuple[EventRecord, ...], best: EventRecord | None
+) -> dict[str, Any]:
+    """Return OpenAI's `fine_tuning.job.checkpoint`.
+
+    Args:
+        checkpoint: What is shown.
+        events: The metrics of its step.
+        best: The best evaluation of its job.
+    """
     known = by_step(events).get(checkpoint.step, {})
     names = [f"{kind}_{what}" for kind in ("train", "valid", "full_valid") for what in ("loss", "mean_token_accuracy")]
     names += ANSWERS
@@ -84,4 +96,5 @@ def checkpoint_json(checkpoint: CheckpointRecord, events: tuple[EventRecord, ...
         "fine_tuning_job_id": checkpoint.job,
         "step_number": checkpoint.step,
         "metrics": {"step": checkpoint.step, **{name: known[name] for name in names if known.get(name) is not None}},
+        "coserve": {"is_best": best is not None and best.step == checkpoint.step},
     }

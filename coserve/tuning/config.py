@@ -6,7 +6,8 @@ from math import ceil, cos, pi
 from typing import TYPE_CHECKING
 
 from coserve.settings import MOST_WHOLE, check_number, check_whole, is_number, shown
-from coserve.tuning.evaluation import EvaluationConfig
+from coserve.tuning.early_stopping import TOKEN_ACCURACY, EarlyStopping
+from coserve.tuning.evaluation import LOSS, EvaluationConfig
 from coserve.tuning.objectives import SUPERVISED, make_objective
 
 if TYPE_CHECKING:
@@ -90,7 +91,9 @@ class TuningConfig:
     to which an example is cut. max_pack_tokens: the most tokens that lie end to end in a pack (None: 1,024, or the
     longest example). shuffle, seed: the order of examples in each epoch, the adapter's initial values, dropout.
     evaluate_every_steps: optimizer steps from one measurement of the validation set's loss to the next (0: at the end
-    alone). evaluation: what else is measured of it then. publish_every_steps: optimizer steps from one version
+    alone). evaluation: what else is measured of it then. best_metric: what decides which evaluation is the best: loss,
+    token_accuracy, or the metric of `evaluation`. early_stopping: when the job ends before its last step (None: never);
+    without a validation set, never. publish_every_steps: optimizer steps from one version
     `name@step` to serve to the next (0: at the end alone). live: serve every step at once. max_recompute: the most
     FLOPs that may be spent on computing activations again, as a share of the forward and backward pass: the job keeps
     as little as that allows between the two (FlexLLM section 5.2); 0 keeps all that the backward pass reads, `coserve
@@ -106,6 +109,8 @@ class TuningConfig:
     seed: int = 0
     evaluate_every_steps: int = 0
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    best_metric: str = LOSS
+    early_stopping: EarlyStopping | None = None
     publish_every_steps: int = 0
     live: bool = False
     max_recompute: float = 0.0
@@ -133,6 +138,10 @@ class TuningConfig:
             raise ValueError(f"optimizer must be an OptimizerConfig, not {self.optimizer!r}")
         if not isinstance(self.evaluation, EvaluationConfig):
             raise ValueError(f"evaluation must be an EvaluationConfig, not {self.evaluation!r}")
+        if self.best_metric not in (known := (LOSS, TOKEN_ACCURACY, *({self.evaluation.metric} - {LOSS}))):
+            raise ValueError(f"best_metric must be one of {', '.join(known)}, not {shown(self.best_metric)}")
+        if self.early_stopping is not None and not isinstance(self.early_stopping, EarlyStopping):
+            raise ValueError(f"early_stopping must be an EarlyStopping, not {self.early_stopping!r}")
         if isinstance(self.objective, str):  # as commands and OpenAI's API spell it
             object.__setattr__(self, "objective", self.objective.replace("_", "-"))
         self.make_objective()

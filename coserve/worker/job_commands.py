@@ -189,9 +189,10 @@ class JobCommands:
         for event in events:
             job = self._starts.get(event.job)
             if event.kind == "succeeded" and job is not None:
+                keeps_other = job.keep_best and self._engine.job(event.job).best.step not in (0, event.step)
                 last = self._checkpoint(event.job, listed=True, event=event)
-                last.name = None if job.model or not _writes_checkpoints(job) else job.name
-                self._forget(event.job, keep_versions=not job.model)
+                last.name = None if job.model or keeps_other or not _writes_checkpoints(job) else job.name
+                self._forget(event.job, keep_versions=not (job.model or keeps_other))
                 continue
             if event.kind == "contribution":
                 self._contribute(event)
@@ -200,7 +201,8 @@ class JobCommands:
             if job is None:
                 continue
             every = job.checkpoint_every_steps
-            if event.kind == "step" and every and event.step % every == 0:
+            is_due = event.kind == "step" and every and event.step % every == 0
+            if is_due or (event.is_best and job.keep_best):
                 self._checkpoint(event.job, listed=True)
             elif event.kind == "failed":
                 self._forget(event.job, keep_versions=False)

@@ -43,6 +43,18 @@ def tune(
             help="Of answers to the validation file, beside its loss: exact_match, json_valid or json_match.",
         ),
     ] = None,
+    keep_best: Annotated[
+        bool,
+        typer.Option("--keep-best", help="Make the checkpoint with the best validation the model, not the last one."),
+    ] = False,
+    patience: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="End early once N validations in a row have not been better."),
+    ] = None,
+    min_delta: Annotated[
+        float | None,
+        typer.Option(metavar="X", min=0, help="With --patience: better by more than this counts. [0]"),
+    ] = None,
     epochs: Annotated[
         int | None,
         typer.Option(
@@ -142,6 +154,8 @@ def tune(
             live=live or None,
             max_recompute=max_recompute,
             evaluation=None if metric is None else {"metric": metric},
+            keep_best=keep_best or None,
+            early_stopping=_given(patience=patience, min_delta=min_delta) or None,
         ),
     }
     if extensions["adapter"] or adapter:

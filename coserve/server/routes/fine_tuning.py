@@ -111,7 +111,8 @@ def list_checkpoints(
     find_job(context, tenant, job_id)
     with context.jobs.store.read() as transaction:
         page = transaction.checkpoints(tenant, job_id, after=after, limit=limit)
-        data = [checkpoint_json(each, transaction.metrics(job_id, step=each.step)) for each in page.items]
+        best = transaction.best_evaluations([job_id]).get(job_id)
+        data = [checkpoint_json(each, transaction.metrics(job_id, step=each.step), best) for each in page.items]
     return _page(page, data)
 
 
@@ -119,7 +120,10 @@ def list_checkpoints(
 def list_adapter_files(
     job_id: str, context: Context, tenant: Tenant, step: Annotated[int, Query(ge=0)] | None = None
 ) -> Response:
-    """The files of the adapter that it has made, in PEFT's format; step: of a checkpoint (default: the newest)."""
+    """List the files of the adapter that a job has made, in PEFT's format.
+
+    step: of a checkpoint (default: that of its model, or the newest).
+    """
     directory = adapter_directory(context, find_job(context, tenant, job_id), step)
     data = [{"name": path.name, "bytes": path.stat().st_size} for path in sorted(adapter_files(directory))]
     return json_response({"object": "list", "data": data})
@@ -170,13 +174,17 @@ def find_job(context: ServerContext, tenant: str, id: str) -> JobRecord:
 
 
 def adapter_directory(context: ServerContext, job: JobRecord, step: int | None) -> Path:
-    """Return the directory of a job's checkpoint after a step, or of the newest; ApiError without one. Blocks."""
+    """Return the directory of a job's checkpoint after a step; without one, that of its model, or of the newest.
+
+    Blocks. ApiError if there is no such checkpoint.
+    """
     with context.jobs.store.read() as transaction:
         listed = [each for each in transaction.all_checkpoints(job.id) if each.listed and step in (None, each.step)]
+        model = transaction.adapter(job.tenant, job.name) if step is None else None
     if not listed:
         which = "" if step is None else f" after step {step}"
         raise not_found(f"Job {job.id} has no checkpoint{which}", param="step")
-    directory = Path(listed[-1].directory)
+    directory = Path((model.directory if model is not None else None) or listed[-1].directory)
     context.jobs.files.shared.fetch(directory)
     return directory
 
