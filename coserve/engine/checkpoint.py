@@ -144,7 +144,7 @@ def read_position(directory: str | Path) -> JobPosition:
     try:
         content = read_small_file(path, _MAX_POSITION_BYTES)
         return msgspec.json.decode(content or b"", type=JobPosition)
-    except (AdapterError, ValueError, RecursionError, msgspec.MsgspecError):
+    except (AdapterError, ValueError, RecursionError):
         raise JobError(f"{directory} is no checkpoint of a job: it has no usable {POSITION_FILE}") from None
 
 

@@ -56,7 +56,7 @@ class JobEvent:
     loss, token_accuracy: means over trained tokens (or the units of the objective, which are as they should be), of the
     step or of the validation set; metrics: of the objective, likewise, and of answers to the validation set. num_tokens
     (trained or not), learning_rate, norm (of the gradient before clipping; None: it was not finite, and the step was
-    skipped): of a step. is_best: of an evaluation, whether it is the best so far. seconds: of a step. version: its label. A contribution is due to the other nodes of a job that
+    skipped): of a step. seconds: of a step. version: its label. A contribution is due to the other nodes of a job that
     is divided among several.
     """
 

@@ -1,4 +1,4 @@
-"""What a job that has succeeded has made: its model, which is its last checkpoint or its best, and how it came to it."""
+"""The outcome of a job that has succeeded: its model, which is its last checkpoint or its best one."""
 
 from collections.abc import Sequence
 

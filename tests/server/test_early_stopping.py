@@ -186,5 +186,5 @@ def test_the_command_has_the_settings(device_server: Served, tmp_path: Path):
         env={**os.environ, "COSERVE_URL": device_server.url, "PYTHONPATH": ROOT},
     )
     assert done.returncode == 0, done.stderr
-    [job] = [each for each in device_server.get("/v1/fine_tuning/jobs").json()["data"][:1]]
+    job = device_server.get("/v1/fine_tuning/jobs").json()["data"][0]
     assert job["coserve"]["step"] == 2 and job["coserve"]["stopped_early"], "the second is not better by 100"
