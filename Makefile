@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 CPP := $(shell find coserve -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup demo test test-amx test-triton test-long test-browser test-cluster test-clients fuzz storm storm-simulated storm-clustered check lint docs format hooks clean
+.PHONY: setup demo test test-amx test-triton test-long test-browser test-cluster test-clients fuzz storm storm-simulated storm-clustered check lint docs wheel format hooks clean
 
 setup: $(VENV)/.ready  ## One environment, in .venv
 
@@ -84,6 +84,9 @@ lint: setup  ## Format, lint and types of the package, tests, scripts and benchm
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/mypy
+
+wheel: setup  ## A wheel in dist/ with compiled CPU kernels for each kind of x86-64; without them, `pip wheel .`
+	COSERVE_WHEEL_KERNELS=1 $(BIN)/python -m hatchling build -t wheel
 
 docs: setup  ## The documentation as a site, in site/; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

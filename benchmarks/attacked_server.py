@@ -167,6 +167,7 @@ class Place:
         command = [sys.executable, "-m", "coserve", "up", "--port", "0", "--dtype", dtype, "--memory", "64MB"]
         command += ["--allow-adapter-paths", str(self.adapters), "--home", str(self.home), *options]
         environment = {"PYTHONPATH": str(self.code), "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
+        environment["COSERVE_CACHE"] = str(self.home)  # where versions that know no cache have kernels and profiles
         log, limit = self.directory / "log", (max_files or 0, max_files or 0)
         with log.open("a") as output:
             process = subprocess.Popen(

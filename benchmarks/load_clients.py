@@ -32,7 +32,6 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.vllm_entrypoint_models import llama, tokenizer
 from coserve.bench.machine import describe
-from coserve.home import share_measurements
 
 NUM_REQUESTS, PROMPT, OUTPUT, VOCABULARY = 24, 64, 32, 49_152
 NAME = "shape"
@@ -195,7 +194,6 @@ def main() -> None:
     results = {}
     with TemporaryDirectory(prefix="coserve-load-") as directory:
         model, home = given.model or Path(directory) / "model", Path(directory) / "home"
-        share_measurements(home)
         if not model.exists():
             make_model(model)
         with serving(model, home, given.threads) as url:

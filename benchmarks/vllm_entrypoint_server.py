@@ -21,8 +21,6 @@ from typing import Any
 
 import pytest
 
-from coserve.home import share_measurements
-
 # vLLM's options that coserve has under the same name, or under the other one; all others set up vLLM itself.
 SAME = ("--max-model-len", "--lora-modules", "--root-path", "--served-model-name", "--chat-template")
 OTHER = {"--tool-call-parser": "--tool-call-parser", "--max-num-seqs": "--max-requests"}
@@ -56,7 +54,6 @@ def coserve_server(base: type) -> type:
             self.uds, self.host, self.port = None, "127.0.0.1", _free_port()
             self.show_hidden_metrics = False
             self.home = Path(mkdtemp(prefix="coserve-vllm-tests-"))
-            share_measurements(self.home)
             command = [*json.loads(os.environ["COSERVE_COMMAND"]), "up", model, "--port", str(self.port)]
             command += [
                 "--dtype",

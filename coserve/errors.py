@@ -3,6 +3,7 @@
 CoserveError
 ├── GraphError          a graph or an operator rule is inconsistent: a bug in a model family or a PEFT method
 ├── PolicyError         a plan that cannot be run: a bug in a policy
+├── KernelError         kernels that cannot be compiled on this machine
 ├── BudgetError         a budget that nothing can meet
 ├── ModelError          a model that cannot be used
 │   ├── UnknownModelError       no such preset, directory or hub id
@@ -40,6 +41,10 @@ class GraphError(CoserveError):
 
 class PolicyError(CoserveError):
     """A plan that cannot be run; the message names the policy and the item."""
+
+
+class KernelError(CoserveError):
+    """The CPU kernels cannot be compiled; the message has the compiler's first error."""
 
 
 class BudgetError(CoserveError):

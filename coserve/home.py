@@ -1,13 +1,15 @@
-"""The directory where coserve keeps what outlives a process: files, jobs, adapters, profiles, compiled kernels.
+"""The directories where coserve keeps what outlives a process: a home with files, jobs and adapters, and a cache.
 
-It is for one user alone: what clients upload is in there, and code that runs.
+The cache has what was compiled and measured on this machine, and all homes of a user share it.
+
+Both are for one user alone: what clients upload is in the home, and code that runs is in the cache.
 """
 
 import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
@@ -25,13 +27,21 @@ def home_environment(home: Path | None) -> dict[str, str]:
     return {} if home is None else {"COSERVE_HOME": str(home)}
 
 
-def share_measurements(home: Path) -> None:
-    """Have another home use, and keep, what was measured of this machine and compiled for it in the usual one."""
-    make_private(home)
-    for name in ("profiles", "kernels"):
-        make_private(home_directory() / name)
-        with suppress(FileExistsError):
-            (home / name).symlink_to(home_directory() / name)
+def cache_directory() -> Path:
+    """Return the directory for what can be made again on this machine: `$COSERVE_CACHE`, or `$XDG_CACHE_HOME/coserve`,
+    or `~/.cache/coserve`; a directory in the home where none can be made, such as for a user without a home.
+    """
+    if given := os.environ.get("COSERVE_CACHE"):
+        return Path(given).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        cache = (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "coserve"
+        make_private(cache)
+        if os.access(cache, os.W_OK):
+            return cache
+    except (OSError, RuntimeError):
+        pass
+    return home_directory() / "cache"
 
 
 def make_private(directory: Path) -> bool:

@@ -30,10 +30,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(rmtree, os.environ["COSERVE_HOME"], ignore_errors=True)
     os.environ["COSERVE_RUN_DIR"] = ""  # commands find no servers of other tests, nor of the user
     # The names of compiled kernels and of profiles say what they were made of: those of the last run serve again.
-    for kept in ("kernels", "profiles"):
-        directory = Path(__file__).parents[1] / ".pytest_cache" / kept
-        directory.mkdir(parents=True, exist_ok=True)
-        (Path(os.environ["COSERVE_HOME"]) / kept).symlink_to(directory)
+    os.environ["COSERVE_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "coserve")
 # Commands print into pipes here, as wide as they do there; not as wide as the terminal that the tests run in.
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)

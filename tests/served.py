@@ -23,7 +23,6 @@ from support import random_weights_
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from coserve.home import share_measurements
 from coserve.server.keys import digest_of
 
 _TEMPLATE = (
@@ -100,14 +99,13 @@ class Served:
         """max_files: that the server's process may have open. before: Python that it runs first."""
         self._clients: dict[str, OpenAI] = {}
         self.home = home or Path(mkdtemp(prefix="coserve-home-"))
-        share_measurements(self.home)
         # Of its own, so that a test sees what this server leaves over, and no other one's.
         self.temporary = Path(mkdtemp(prefix="coserve-tmp-"))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "TMPDIR": str(self.temporary)}
         self.log = self.home / "server.log"
         self.process = ForkedCommand(
             *("up", model or str(model_directory()), "--port", "0"),
-            *("--dtype", "float32", "--memory", "16MB", "--home", str(self.home), *options),
+            *("--dtype", "float32", "--memory", "16MB", "--measure-first", "--home", str(self.home), *options),
             environment=environment,
             stderr=self.log,
             max_files=max_files,

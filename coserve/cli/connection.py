@@ -15,7 +15,6 @@ import typer
 from coserve.client.http import DEFAULT_URL, Client
 from coserve.client.ports import free_port
 from coserve.errors import ServerError
-from coserve.home import share_measurements
 from coserve.jobs.names import is_checkpoint
 from coserve.secret_variables import CLIENT_KEY
 from coserve.server.running import running_servers
@@ -80,7 +79,7 @@ def own_server(
 
     Args:
         options: more of `coserve up`.
-        home: where it keeps its state (None: where `coserve up` would); what is measured of the machine is kept there.
+        home: where it keeps its state (None: where `coserve up` would).
         log: what it says goes to this file.
         while_starting: called a few times a second until it is ready.
 
@@ -90,7 +89,6 @@ def own_server(
     url = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "coserve", "up", model, "--port", url.rsplit(":", 1)[1], *options]
     if home is not None:
-        share_measurements(home)
         command += ["--home", str(home)]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:

@@ -168,7 +168,8 @@ def _weights(config: ServerConfig) -> TokenWeights | None:
 
 def node_settings(config: ServerConfig) -> NodeSettings:
     """What every node of a server is to be. Blocks."""
-    engine = replace(engine_settings(config), files_cache_bytes=_CACHE_BYTES)
+    # Requests are placed by the nodes' profiles, which therefore are measured first.
+    engine = replace(engine_settings(config), files_cache_bytes=_CACHE_BYTES, measures_first=True)
     try:
         digest = sampled_digest(files) if (files := model_files(config.model)) else ""
     except OSError:  # it may be elsewhere on nodes

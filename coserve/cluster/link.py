@@ -82,6 +82,11 @@ class ClusterLink:
     # -- questions ------------------------------------------------------------------
 
     @property
+    def start_progress(self) -> None:
+        """Nodes start one by one, and `coserve cluster status` has what each does."""
+        return
+
+    @property
     def ready(self) -> Ready | None:
         """See `EngineAccess`."""
         return self._ready

@@ -29,7 +29,7 @@ from coserve.cluster.messages import (
 from coserve.cluster.node_paths import NodePaths
 from coserve.cluster.shared_paths import SharedPaths, unseen
 from coserve.errors import CoserveError, EngineGoneError, ModelError
-from coserve.home import home_directory, make_private, share_measurements
+from coserve.home import home_directory, make_private
 from coserve.server.home_lock import lock_home
 from coserve.version import VERSION
 from coserve.worker.fork_server import ForkServer
@@ -263,5 +263,5 @@ def _a_home() -> Iterator[Path]:
                     f"{base} has {number} homes of nodes, and none can be used: see that it can be written"
                 )
         clear_socket_directories(directory)
-        share_measurements(directory)
+        make_private(directory)
         yield directory

@@ -11,6 +11,7 @@ from coserve.adapters.base import Adapter
 from coserve.devices.job_messages import OtherModel, TensorBytes, TrainerOpened
 from coserve.devices.messages import DeviceInfo
 from coserve.graph.operators.base import Load
+from coserve.kernels import why_slow
 from coserve.kernels.gated_delta import CHUNK_ROWS
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.memory.paged_states import num_state_pages
@@ -133,6 +134,7 @@ def device_info(
     profile_path: str = "",
     num_units: int = 1,
     num_host_pages: int = 0,
+    is_provisional: bool = False,
 ) -> DeviceInfo:
     """What there is to know of a model on a device with a page pool."""
     page_bytes = kv_page_bytes(backbone, block_tokens)
@@ -157,6 +159,9 @@ def device_info(
         num_host_pages=num_host_pages,
         num_state_pages=num_state_pages(backbone.architecture, page_bytes),
         fingerprint=_fingerprint(weights.values()),
+        kernels=backbone.backend.identity,
+        kernels_warning=why_slow(backbone.backend),
+        is_provisional=is_provisional,
     )
 
 

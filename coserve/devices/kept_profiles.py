@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from coserve.devices.profile_store import read_identity, read_profile, write_profile
-from coserve.devices.profiling import measure_profile
-from coserve.home import home_directory
+from coserve.devices.profiling import measure_profile, quick_profile
+from coserve.home import cache_directory
 from coserve.models.backbone import Backbone
 from coserve.scheduling.profile import Profile
 from coserve.version import VERSION
@@ -32,10 +32,12 @@ _PACKAGE = Path(__file__).parents[1]
 def load_profile(
     backbone: Backbone, directory: Path | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Profile:
-    """The profile of a model on this device: from disk, or measured now and kept there.
+    """Return the profile of a model on this device: from disk, or measured now and kept there.
 
-    directory: default `profiles` below the home directory. progress: told how many measurements
-    are done, and of about how many; without one, a warning says what is being waited for.
+    Args:
+        directory: where profiles are kept (default: `profiles` in the cache of this user and machine).
+        progress: called with the number of finished measurements and about how many there are; without one, a warning
+            says what is being waited for.
     """
     path = profile_path(backbone, directory)
     if (stored := read_profile(path)) is not None:
@@ -48,15 +50,32 @@ def load_profile(
     return profile
 
 
+def profile_to_start_with(
+    backbone: Backbone, directory: Path | None = None, progress: Callable[[int, int], None] | None = None
+) -> tuple[Profile, bool]:
+    """Return the profile from disk, or a quick and cautious one to serve with until a whole one is measured.
+
+    Only a CPU is measured beside requests: a GPU is measured whole, as by `load_profile`.
+
+    Returns:
+        The profile, and whether it is provisional.
+    """
+    if (stored := read_profile(profile_path(backbone, directory))) is not None:
+        return stored, False
+    if backbone.device.type != "cpu":
+        return load_profile(backbone, directory, progress), False
+    return quick_profile(backbone, progress), True
+
+
 def keep_profile(backbone: Backbone, profile: Profile, directory: Path | None = None) -> None:
-    """Write it where `load_profile` finds it."""
+    """Write a profile where `load_profile` finds it."""
     write_profile(profile_path(backbone, directory), _identity(backbone), profile)
 
 
 def profile_path(backbone: Backbone, directory: Path | None = None) -> Path:
     """Where the profile of a model on this device is kept."""
     key = json.dumps(_identity(backbone), sort_keys=True)
-    directory = directory or home_directory() / "profiles"
+    directory = directory or _directory()
     return directory / (hashlib.sha256(key.encode()).hexdigest()[:24] + ".json")
 
 
@@ -64,12 +83,16 @@ def stored_profile(config: "PretrainedConfig", directory: Path | None = None) ->
     """The newest profile of a model of this shape that is kept, and what it was measured with; None if there is none.
     The model itself is not needed.
     """
-    directory, shape = directory or home_directory() / "profiles", _of_shape(config)
+    directory, shape = directory or _directory(), _of_shape(config)
     for path in sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
         of = read_identity(path) or {}
         if shape.items() <= of.items() and (profile := read_profile(path)) is not None:
             return f"{of['device']}, {str(of['dtype']).removeprefix('torch.')}", profile
     return None
+
+
+def _directory() -> Path:
+    return cache_directory() / "profiles"
 
 
 def _of_shape(config: "PretrainedConfig") -> dict[str, Any]:

@@ -5,11 +5,12 @@ from collections.abc import Callable
 import torch
 
 from coserve.devices.adapter_memory import room_for_a_job
-from coserve.devices.kept_profiles import load_profile, profile_path
+from coserve.devices.kept_profiles import load_profile, profile_path, profile_to_start_with
 from coserve.devices.process_memory import pool_bytes
 from coserve.devices.settings import DeviceSettings, LoadProgress
 from coserve.devices.torch_device import TorchDevice
 from coserve.errors import BudgetError
+from coserve.kernels import prepare_backends
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.memory.paged_states import num_state_pages
 from coserve.models.backbone import Backbone, build_backbone, find_device
@@ -27,10 +28,14 @@ def open_device(settings: DeviceSettings, progress: LoadProgress | None = None) 
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    device = find_device(settings.device)
+    prepare_kernels(device, progress)
+    if progress is not None:
+        progress("loading weights", 0, 0)
     backbone = build_backbone(
         find_model(settings.model),
         dtype=settings.dtype,
-        device=find_device(settings.device),
+        device=device,
         seed=settings.seed,
         weight_format=settings.weights,
         max_positions=settings.max_positions,
@@ -47,6 +52,11 @@ def open_device(settings: DeviceSettings, progress: LoadProgress | None = None) 
     )
 
 
+def prepare_kernels(device: torch.device, progress: LoadProgress | None = None) -> None:
+    """Compile the kernels of a device, if that was not done before on this machine."""
+    prepare_backends(device, _stage(progress, "compiling kernels"))
+
+
 def torch_device(
     backbone: Backbone,
     *,
@@ -55,6 +65,7 @@ def torch_device(
     block_tokens: int = 16,
     profile: Profile | None = None,
     deterministic: bool = False,
+    may_be_provisional: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> TorchDevice:
     """A device in this process, on a model that is loaded.
@@ -64,7 +75,8 @@ def torch_device(
         host_memory_bytes: see `EngineConfig`.
         profile: None: from disk, or measured now, which takes some seconds.
         deterministic: see `EngineConfig`.
-        progress: told how many measurements are done, and of about how many.
+        may_be_provisional: whether a quick and cautious profile will do, which `MeasureDevice` replaces.
+        progress: called with the number of finished measurements and about how many there are.
 
     Raises:
         BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page. DeviceMemoryError: there
@@ -78,7 +90,9 @@ def torch_device(
         raise BudgetError(f"the page pool needs {least * page_bytes} bytes or more, for {what}")
     if 0 < host_memory_bytes < page_bytes:
         raise BudgetError(f"host memory needs {page_bytes} bytes or more, for a page; 0 is none")
-    path = "" if profile else str(profile_path(backbone))
+    path, is_provisional = "" if profile else str(profile_path(backbone)), False
+    if profile is None and may_be_provisional:
+        profile, is_provisional = profile_to_start_with(backbone, progress=progress)
     profile = profile or load_profile(backbone, progress=progress)
     return TorchDevice(
         backbone,
@@ -87,6 +101,7 @@ def torch_device(
         block_tokens=block_tokens,
         profile=profile,
         profile_path=path,
+        is_provisional=is_provisional,
     )
 
 

@@ -5,7 +5,8 @@ process) is told from what is slow: a piece is run until its two fastest runs ag
 whatever else happens, so the fastest runs are believed, and a curve never falls.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from typing import TypeVar
 
 # Two fastest runs agree if they are this near; how many runs there are at least and at most, and seconds of all.
 _AGREE, _LEAST_RUNS, _MOST_RUNS, _MOST_S = 0.03, 3, 25, 1.5
@@ -13,14 +14,34 @@ _AGREE, _LEAST_RUNS, _MOST_RUNS, _MOST_S = 0.03, 3, 25, 1.5
 _WARM, _WARM_UP_S = 0.1, 4.0
 
 
-class Stopwatch:
-    """Measures by a clock. Each verb runs a piece some times."""
+T = TypeVar("T")
+# A measurement that is under way, and returns seconds.
+Timing = Generator[None, None, float]
 
-    def __init__(self, time_s: Callable[[], float], *, num_uncounted: int = 1) -> None:
-        """time_s: the clock, once the device is done with what it was given. num_uncounted: first runs of a piece that
-        are not counted: where calls are captured, the second is the one in which they are.
+
+def finish(measurement: Generator[None, None, T]) -> T:
+    """Run a measurement to its end; return its result."""
+    while True:
+        try:
+            next(measurement)
+        except StopIteration as ended:
+            result: T = ended.value
+            return result
+
+
+class Stopwatch:
+    """A clock with ways to time a piece of work over several runs."""
+
+    def __init__(self, time_s: Callable[[], float], *, num_uncounted: int = 1, max_runs: int = _MOST_RUNS) -> None:
+        """Set the clock.
+
+        Args:
+            time_s: the seconds now, once the device has finished what it was given.
+            num_uncounted: first runs of a piece that are not counted: where calls are captured, the second is the one
+                in which they are.
+            max_runs: counted runs of a piece at most.
         """
-        self._time_s, self.num_uncounted = time_s, num_uncounted
+        self._time_s, self.num_uncounted, self._max_runs = time_s, num_uncounted, max_runs
 
     def now_s(self) -> float:
         """What the clock shows."""
@@ -32,37 +53,58 @@ class Stopwatch:
         run()
         return self._time_s() - start_s
 
-    def warm_up(self, run: Callable[[], object]) -> None:
+    def warm_up(self, run: Callable[[], object]) -> Generator[None, None, None]:
         """Run until it gets no faster."""
         last_s = spent_s = self.once_s(run)
         while spent_s < _WARM_UP_S:
+            yield
             seconds = self.once_s(run)
             spent_s += seconds
             if last_s <= seconds * (1 + _WARM):
                 return
             last_s = seconds
 
-    def fastest_s(self, run: Callable[[], object]) -> float:
-        """Seconds of one run, after those that are not counted."""
+    def fastest_s(self, run: Callable[[], object]) -> Timing:
+        """Return the seconds of one run, after the runs that are not counted."""
         for _ in range(self.num_uncounted):
             self.once_s(run)
-        return self.stable_s(lambda: self.once_s(run))
+            yield
 
-    def stable_s(self, measure: Callable[[], float]) -> float:
-        """The mean of the two fastest of some measurements, as soon as they agree.
+        def measure() -> Timing:
+            yield
+            return self.once_s(run)
+
+        return (yield from self.stable_s(measure))
+
+    def stable_s(self, measure: Callable[[], Timing]) -> Timing:
+        """Return the mean of the two fastest of some measurements, as soon as they agree.
 
         Each may take longer than what it measures: the time for all of them counts.
         """
-        start_s = self._time_s()
+        spent_s = 0.0
         found: list[float] = []
-        while len(found) < _MOST_RUNS:
-            found.append(measure())
+        while len(found) < self._max_runs:
+            seconds, own_s = yield from self._with_own_time(measure())
+            found.append(seconds)
+            spent_s += own_s
             found.sort()
-            if self._time_s() - start_s > _MOST_S:
+            if spent_s > _MOST_S:
                 break
             if len(found) >= _LEAST_RUNS and found[1] <= found[0] * (1 + _AGREE):
                 break
         return sum(found[:2]) / len(found[:2])
+
+    def _with_own_time(self, measurement: Timing) -> Generator[None, None, tuple[float, float]]:
+        """Return a measurement's result and how long it took, without what ran while it had yielded."""
+        own_s = 0.0
+        while True:
+            start_s = self._time_s()
+            try:
+                next(measurement)
+            except StopIteration as ended:
+                return ended.value, own_s + self._time_s() - start_s
+            own_s += self._time_s() - start_s
+            yield
 
 
 def rising(seconds: Mapping[int, float]) -> dict[int, float]:

@@ -67,6 +67,12 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_host_pages: int = 0
     num_state_pages: int = 0
     fingerprint: str = ""
+    kernels: str = ""
+    """Name of the kernel backend."""
+    kernels_warning: str = ""
+    """Why a faster kernel backend does not run, as one line; "" if none is missing."""
+    is_provisional: bool = False
+    """Whether the profile is a quick and cautious one, which `MeasureDevice` replaces."""
 
 
 class OpenRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -158,8 +164,16 @@ class DropVersion(msgspec.Struct, tag=True, frozen=True):
     version: str
 
 
+class MeasureDevice(msgspec.Struct, tag=True, frozen=True):
+    """Run one more piece of the measurement of a device whose profile is provisional; no step is under way.
+
+    Reply: `DeviceMeasured`. A piece takes as long as a forward pass of some hundred rows at most.
+    """
+
+
 Command = (
-    ResizeWindow
+    MeasureDevice
+    | ResizeWindow
     | PlaceOptimizer
     | OpenRequest
     | CloseRequest
@@ -204,4 +218,15 @@ class VersionOpened(msgspec.Struct, tag=True, frozen=True):
     num_virtual_tokens: int = 0
 
 
-Reply = VersionOpened | TrainerOpened | None
+class DeviceMeasured(msgspec.Struct, tag=True, frozen=True):
+    """How far the measurement of a device is."""
+
+    done: int
+    """Finished measurements."""
+    total: int
+    """About how many there are."""
+    profile: Profile | None = None
+    """What was measured; None until the last piece has run."""
+
+
+Reply = VersionOpened | TrainerOpened | DeviceMeasured | None

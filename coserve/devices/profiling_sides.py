@@ -5,12 +5,13 @@ so that whatever else the machine does meets both; then both sides at once.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from statistics import median
 from threading import Event
 
 import torch
 
+from coserve.devices.measuring import Timing
 from coserve.devices.sides import Sides
 from coserve.scheduling.plan import Partition
 from coserve.scheduling.sharing import Share, Sharing, Side
@@ -32,8 +33,8 @@ Forward = Callable[[int], Callable[[], None]]
 
 def measure_sharing(
     sides: Sides, device: torch.device, forward: Forward, ready_pass: Callable[[int], TrainingPass]
-) -> Sharing:
-    """Measure; at least two units.
+) -> Generator[None, None, Sharing]:
+    """Measure the sides of a device with two units at least, piece by piece.
 
     Args:
         forward: a forward pass of as many rows of a request, to be run any number of times.
@@ -54,14 +55,17 @@ class _Measurement:
         self._num_warm_ups = _GPU_WARM_UPS if self._is_gpu else 0
         self._num_pieces = self._num_warm_ups + (_RUNS if self._is_gpu else _LEAST_TASKLETS)
 
-    def sharing(self) -> Sharing:
+    def sharing(self) -> Generator[None, None, Sharing]:
         num_units, shares = self._num_units, []
         for units in sorted({max(1, int(share * num_units)) for share in _SHARES}):
-            backward = self._tasklets_speed(units)
-            alone = tuple([self._forward_speed(units, self._forward(rows)) for rows in _ROWS])
-            shares.append(Share(units=units, rows=_ROWS, forward=alone, backward=(backward,) * len(_ROWS)))
+            backward = yield from self._tasklets_speed(units)
+            alone: dict[int, float] = {}
+            for rows in _ROWS:
+                alone[rows] = yield from self._forward_speed(units, self._forward(rows))
+            forward = tuple(alone.values())
+            shares.append(Share(units=units, rows=_ROWS, forward=forward, backward=(backward,) * len(_ROWS)))
         half = max(1, num_units // 2)
-        forward_longer, backward_longer = self._beside_alone(half, self._forward(_RIDING_ROWS))
+        forward_longer, backward_longer = yield from self._beside_alone(half, self._forward(_RIDING_ROWS))
         return Sharing(
             num_units=num_units,
             shares=tuple(shares),
@@ -72,34 +76,39 @@ class _Measurement:
             pays=not self._is_gpu,
         )
 
-    def _forward_speed(self, units: int, run: Callable[[], None]) -> float:
+    def _forward_speed(self, units: int, run: Callable[[], None]) -> Timing:
         """On some units, as a share of that on all."""
         found: dict[int, list[float]] = {self._num_units: [], units: []}
         for _ in range(_RUNS + 1 + self._num_warm_ups):
             for number, seconds in found.items():
                 seconds.append(self._alone_s("forward", number, run))
+                yield
         return min(1.0, median(found[self._num_units][1:]) / median(found[units][1 + self._num_warm_ups :]))
 
-    def _tasklets_speed(self, units: int) -> float:
+    def _tasklets_speed(self, units: int) -> Timing:
         """The same of tasklets, of which each pass has one for every block."""
         found: dict[int, list[float]] = {self._num_units: [], units: []}
         while len(found[units]) < self._num_pieces:
             for piece in self._pieces(self._ready_pass(self._rows)):
                 number = self._num_units if len(found[self._num_units]) <= len(found[units]) else units
                 found[number].append(self._alone_s("backward", number, piece))
+                yield
         whole_s, part_s = (median(found[number][self._num_warm_ups :]) for number in (self._num_units, units))
         return min(1.0, whole_s / part_s)
 
-    def _beside_alone(self, half: int, run: Callable[[], None]) -> tuple[float, float]:
+    def _beside_alone(self, half: int, run: Callable[[], None]) -> Generator[None, None, tuple[float, float]]:
         """How many times as long a forward pass, and tasklets, take on their units beside the other as alone there."""
         rest, over, run = self._num_units - half, Event(), self._several(run)
         number = 2 * _RUNS if self._is_gpu else 1
-        alone_s = [self._alone_s("forward", half, run) for _ in range(self._num_warm_ups + _RUNS)]
-        tasklet_alone_s = [
-            self._alone_s("backward", rest, piece)
-            for _ in range(number)
-            for piece in self._pieces(self._ready_pass(self._rows))
-        ]
+        alone_s: list[float] = []
+        for _ in range(self._num_warm_ups + _RUNS):
+            alone_s.append(self._alone_s("forward", half, run))
+            yield
+        tasklet_alone_s: list[float] = []
+        for _ in range(number):
+            for piece in self._pieces(self._ready_pass(self._rows)):
+                tasklet_alone_s.append(self._alone_s("backward", rest, piece))
+                yield
         forward_s: list[float] = []
         tasklet_s: list[float] = []
         passes = [self._ready_pass(self._rows) for _ in range(number)]

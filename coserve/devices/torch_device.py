@@ -11,6 +11,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import msgspec
 import torch
 
 from coserve.adapters.base import Adapter
@@ -41,9 +42,11 @@ from coserve.devices.job_messages import (
 from coserve.devices.messages import (
     CloseRequest,
     Command,
+    DeviceMeasured,
     DropVersion,
     ExportPages,
     ImportPages,
+    MeasureDevice,
     OpenGrammar,
     OpenRequest,
     OpenVersion,
@@ -54,6 +57,7 @@ from coserve.devices.messages import (
 )
 from coserve.devices.other_models import OtherModels
 from coserve.devices.out_of_memory import memory_errors
+from coserve.devices.own_measurement import OwnMeasurement
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.swap_messages import MovePack, MovePages, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.devices.torch_requests import TorchRequests
@@ -81,9 +85,13 @@ class TorchDevice:
         profile: Profile,
         profile_path: str = "",
         num_host_pages: int = 0,
+        is_provisional: bool = False,
     ) -> None:
-        """Take the memory of the page pool, and of pages on the host; DeviceMemoryError. profile_path: the file that
-        the profile comes from.
+        """Take the memory of the page pool, and of pages on the host; DeviceMemoryError.
+
+        Args:
+            profile_path: the file that the profile comes from, or will be kept in.
+            is_provisional: whether the profile is to be measured by `MeasureDevice`.
         """
         self.backbone, self._sides = backbone, sides_of(backbone)
         self.clock: Clock = WallClock()
@@ -96,7 +104,9 @@ class TorchDevice:
             profile_path=profile_path,
             num_units=1 if self._sides is None else self._sides.num_units,
             num_host_pages=num_host_pages,
+            is_provisional=is_provisional,
         )
+        self._measurement = OwnMeasurement(backbone)
         with memory_errors():
             self._pages = PagedKv(backbone, num_pages=num_pages, block_tokens=block_tokens)
             self._host = HostPages(self._pages, num_slots=num_host_pages)
@@ -113,6 +123,7 @@ class TorchDevice:
         self._step: TorchStep | None = None
         self._error: Exception | None = None
         self._handlers: dict[type, Callable[[Any], Reply]] = {
+            MeasureDevice: lambda command: self._measure(),
             ResizeWindow: lambda command: self._others.resize(command.first_page, command.num_pages),
             PlaceOptimizer: self._place_optimizer,
             OpenRequest: lambda command: self._requests.open(command),
@@ -188,6 +199,13 @@ class TorchDevice:
         self._requests.grammars.close()
 
     # -- commands -------------------------------------------------------------------
+
+    def _measure(self) -> DeviceMeasured:
+        assert self.info.is_provisional, "its profile is measured"
+        measured = self._measurement.run_piece()
+        if measured.profile is not None:
+            self.info = msgspec.structs.replace(self.info, profile=measured.profile, is_provisional=False)
+        return measured
 
     def _move_pages(self, command: MovePages) -> None:
         self._host.wait()  # what lay in the targets may just be on its way to the host

@@ -74,7 +74,7 @@ class EngineCore:
         )
         self.requests, self.adapters, self.jobs = parts.requests, parts.adapters, parts.jobs
         self.pages, self.swap, self.counters = parts.pages, parts.swap, parts.counters
-        self.loop, self.outbox = parts.loop, parts.outbox
+        self.loop, self.outbox, self.calibration = parts.loop, parts.outbox, parts.calibration
         self._serving, self._handed, self._grammars = parts.serving, parts.handed, parts.grammars
         self._numbers = count()
 

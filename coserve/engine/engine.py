@@ -97,11 +97,16 @@ class Engine(EngineCore):
         answers_tokenizer: "Callable[[], PreTrainedTokenizerBase | None] | None" = None,
         end_tokens: Iterable[int] = (),
         latency: LatencyModel | None = None,
+        may_be_provisional: bool = False,
         progress: LoadProgress | None = None,
         wrap: Callable[[Device], Device] | None = None,
     ) -> Self:
-        """On torch, in this process, with weights that are there. The first start on a device measures its profile,
-        which takes some seconds. wrap: puts something between the engine and the device.
+        """Make an engine on torch, in this process, with weights that are there.
+
+        Args:
+            may_be_provisional: whether a device that was not measured before may be served on at once, with a quick and
+                cautious profile that `calibration` replaces. Otherwise it is measured first, which takes seconds.
+            wrap: puts something between the engine and the device.
 
         Raises:
             BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page.
@@ -116,6 +121,7 @@ class Engine(EngineCore):
             block_tokens=config.block_tokens,
             profile=None if latency is None else latency.profile,
             deterministic=config.deterministic,
+            may_be_provisional=may_be_provisional,
             progress=_stage(progress, "measuring this device"),
         )
         wrapped = device if wrap is None else wrap(device)
@@ -140,6 +146,7 @@ class Engine(EngineCore):
         seed: int = 0,
         max_positions: int | None = None,
         with_text: bool = True,
+        may_be_provisional: bool = False,
         progress: LoadProgress | None = None,
         wrap: Callable[[Device], Device] | None = None,
     ) -> Self:
@@ -152,14 +159,19 @@ class Engine(EngineCore):
             max_positions: tokens of the longest sequence, prompt and answer or an example; None: as many as the model
                 was made for. Of a model with LongRoPE it decides which of its two sets of factors is used.
             with_text: whether chunks have text; without, there are token ids alone, in and out, and no stop strings.
+            may_be_provisional: see `from_backbone`.
             progress: told what is being done, how much of it is done, and how much there is.
             wrap: puts something between the engine and the device.
         """
+        from coserve.devices.loading import prepare_kernels
         from coserve.models.backbone import build_backbone, find_device
 
         check_kind("config", config, EngineConfig)
         source = find_model(model)
         place = find_device(device)
+        prepare_kernels(place, progress)
+        if progress is not None:
+            progress("loading weights", 0, 0)
         weights_progress = _stage(progress, "loading weights")
         backbone = build_backbone(
             source,
@@ -178,6 +190,7 @@ class Engine(EngineCore):
             tokenizer=tokenizer if with_text else None,
             answers_tokenizer=None if tokenizer is None else partial(load_tokenizer, source),
             end_tokens=ends,
+            may_be_provisional=may_be_provisional,
             progress=progress,
             wrap=wrap,
         )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 
 from coserve.devices.base import Device
 from coserve.engine.answers import Answers, Decode
+from coserve.engine.calibration import Calibration
 from coserve.engine.command_queue import CommandQueue
 from coserve.engine.config import EngineConfig
 from coserve.engine.grammars import FindPieces, Grammars
@@ -46,6 +47,7 @@ class EngineParts:
         self.latency = latency
         self.outbox = Outbox()
         self.default_slo = DefaultSlo(latency, ttft_s=config.ttft_s, tpot_s=config.tpot_s)
+        self.calibration = Calibration(device, latency, self.default_slo)
         self.counters = TokenCounters(policy.token_weights)
         self.pages = PageBroker(
             num_pages=info.num_pages,

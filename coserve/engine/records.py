@@ -132,3 +132,5 @@ class EngineStats:
     num_batch_waiting: int = 0
     num_pages_for_requests: int = 0
     slack: float = 1.0
+    measured_share: float | None = None
+    """Share of the device's measurements that are finished, while its profile is provisional; None afterwards."""

@@ -4,12 +4,16 @@ Every backend is tested against `plain/`. Which one runs is decided once per mod
 """
 
 import os
-
-import torch
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from coserve.discovery import variant_module, variant_names
 from coserve.errors import ModelError
-from coserve.kernels.base import Backend
+
+if TYPE_CHECKING:  # `coserve.kernels.cpu_library` runs before PyTorch is imported
+    import torch
+
+    from coserve.kernels.base import Backend
 
 
 def backend_names() -> tuple[str, ...]:
@@ -17,12 +21,12 @@ def backend_names() -> tuple[str, ...]:
     return variant_names(__path__, folders_only=True)
 
 
-def names_for(device: torch.device) -> tuple[str, ...]:
+def names_for(device: "torch.device") -> tuple[str, ...]:
     """The backends that run on a device."""
     return tuple(name for name in backend_names() if _backend(name).is_available(device))
 
 
-def find_backend(device: torch.device, name: str | None = None) -> Backend:
+def find_backend(device: "torch.device", name: str | None = None) -> "Backend":
     """The backend for a device: the one that is named, or `$COSERVE_KERNELS`, or the best that is available there.
 
     ModelError for a name that there is none of, or that cannot run on this device.
@@ -37,6 +41,24 @@ def find_backend(device: torch.device, name: str | None = None) -> Backend:
     return found(device)
 
 
-def _backend(name: str) -> type[Backend]:
+def prepare_backends(device: "torch.device", progress: Callable[[int, int], None] | None = None) -> None:
+    """Do what the backends of a device need once, such as compiling; progress: parts done, and all.
+
+    `find_backend` would do the same without telling anybody.
+    """
+    for name in [os.environ["COSERVE_KERNELS"]] if os.environ.get("COSERVE_KERNELS") else backend_names():
+        if name in backend_names():
+            _backend(name).prepare(device, progress)
+
+
+def why_slow(backend: "Backend") -> str:
+    """Return why a faster backend of this device does not run, as one line for users; "" if none is missing."""
+    if os.environ.get("COSERVE_KERNELS"):
+        return ""
+    faster = (each for each in map(_backend, backend_names()) if each.priority > backend.priority)
+    return next((reason for each in faster if (reason := each.why_unavailable(backend.device))), "")
+
+
+def _backend(name: str) -> "type[Backend]":
     found: type[Backend] = variant_module(__name__, name).BACKEND
     return found

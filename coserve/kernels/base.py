@@ -77,6 +77,16 @@ class Backend(ABC):
     def is_available(cls, device: torch.device) -> bool:
         """Whether it can run on a device."""
 
+    @classmethod
+    def why_unavailable(cls, device: torch.device) -> str:
+        """Return why it cannot run on a device that it is made for, as one line for users; "" otherwise."""
+        return ""
+
+    @classmethod
+    def prepare(cls, device: torch.device, progress: Callable[[int, int], None] | None = None) -> None:
+        """Do once what takes long before it can run on a device, such as compiling; progress: parts done, and all."""
+        return
+
     @property
     def identity(self) -> str:
         """What its speed depends on beside the device, in a few words."""

@@ -103,6 +103,10 @@ class LatencyModel:
     """
 
     def __init__(self, profile: Profile) -> None:
+        self.use_profile(profile)
+
+    def use_profile(self, profile: Profile) -> None:
+        """Predict by this profile from now on; what steps have taught of the last one is forgotten."""
         self.profile, self.sharing = profile, SharingModel(profile.sharing)
         self._forward, self._head = profile.forward.table(), profile.head.table()
         self._sample, self._score, self._mask = (each.table() for each in (profile.sample, profile.score, profile.mask))

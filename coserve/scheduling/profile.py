@@ -35,6 +35,10 @@ class Curve:
         (r0, r1), (s0, s1) = self.rows[high - 1 : high + 1], self.seconds[high - 1 : high + 1]
         return s0 + (s1 - s0) * (rows - r0) / (r1 - r0)
 
+    def slower(self, factor: float) -> "Curve":
+        """Return the curve with all seconds multiplied."""
+        return Curve(rows=self.rows, seconds=tuple([factor * each for each in self.seconds]))
+
     def table(self) -> tuple[float, ...]:
         """Seconds by number of rows, never falling, however noisy the measurements were."""
         return _table(self)
@@ -73,6 +77,10 @@ class OneCall:
 
 _CURVES = ("forward", "head", "loss", "backward")
 _OPTIONAL_CURVES = ("sample", "score", "mask", "sums", "backward_sums")
+_SECONDS = (
+    *("s_per_pair", "backward_s_per_pair", "s_per_key", "s_per_span", "s_per_bypass"),
+    *("s_per_window_row", "s_per_window_bypass", "s_per_parameter", "update_s"),
+)
 # Of what was not measured.
 FREE = Curve(rows=(1, 2), seconds=(0.0, 0.0))
 
@@ -120,6 +128,16 @@ class Profile:
     joining: float = 1.1
     sums: Curve = FREE
     backward_sums: Curve = FREE
+
+    def slower(self, factor: float) -> "Profile":
+        """Return the profile of a device on which every piece takes longer by this factor.
+
+        Savings keep their seconds, so that what they are taken from stays larger by the factor.
+        """
+        curves = {name: getattr(self, name).slower(factor) for name in (*_CURVES, *_OPTIONAL_CURVES)}
+        seconds = {name: factor * getattr(self, name) for name in _SECONDS}
+        copied = None if self.s_per_copied_byte is None else factor * self.s_per_copied_byte
+        return replace(self, **curves, **seconds, s_per_copied_byte=copied)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

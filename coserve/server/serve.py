@@ -178,6 +178,8 @@ def engine_settings(config: ServerConfig) -> EngineSettings:
         log_format=config.log_format,
         log_level=config.log_level,
         files_url=files_url(config.files_url),
+        # A recording is to be run again with the predictions that it was made with.
+        measures_first=config.measures_first or config.record is not None,
         engine=config.engine,
     )
 
@@ -192,7 +194,7 @@ def _start_fork_server(config: ServerConfig, watcher: Watcher) -> ForkServer | N
     """
     if sys.platform != "linux":
         return None
-    watcher.progress(StartProgress(f"starting {config.model}", 0, 0))
+    watcher.progress(StartProgress(f"reading the configuration of {config.model}", 0, 0))
     find_model(config.model, with_weights=False)  # with what transformers needs for its family
     return ForkServer(run_engine, config.model)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from coserve.engine.records import EngineStats, RequestRecord
 from coserve.server.history import Span, TokenHistory
 from coserve.server.ledger import Ledger
-from coserve.worker.protocol import Ready, StepRecord, StepReport
+from coserve.worker.protocol import Ready, StartProgress, StepRecord, StepReport
 
 WINDOW_S = 60.0
 _MOST_KEPT = 20_000
@@ -97,10 +97,19 @@ class StatusBoard:
     # -- what is asked ------------------------------------------------------------------
 
     def status(
-        self, ready: Ready | None, model: str, tenant: str | None, trainable_models: Collection[str] = ()
+        self,
+        ready: Ready | None,
+        model: str,
+        tenant: str | None,
+        trainable_models: Collection[str] = (),
+        starting: StartProgress | None = None,
     ) -> dict[str, Any]:
-        """tenant: whose requests count; None for all. trainable_models: that jobs may train beside the one that
-        serves.
+        """Return what `/v1/status` shows.
+
+        Args:
+            tenant: whose requests count; None for all.
+            trainable_models: models that jobs may train beside the one that serves.
+            starting: what an engine that is not ready does now.
         """
         now_s = time.monotonic()
         since_s = now_s - WINDOW_S
@@ -117,6 +126,12 @@ class StatusBoard:
             "device": ready.device if ready else None,
             "threads": ready.threads if ready else None,
             "ready": ready is not None,
+            "starting": start_json(starting),
+            "kernels": {
+                "backend": ready.kernels if ready else None,
+                "warning": (ready.kernels_warning or None) if ready else None,
+            },
+            "profile": _profile_json(stats),
             "objectives": {
                 "ttft_ms": ready.slo.ttft_s * 1e3 if ready else None,
                 "tpot_ms": ready.slo.tpot_s * 1e3 if ready else None,
@@ -191,6 +206,21 @@ class StatusBoard:
         if not self._moments or seconds <= 0:
             return None, None
         return (self._num_generated - first_generated) / seconds, (self._num_tuned - first_tuned) / seconds
+
+
+def start_json(progress: StartProgress | None) -> dict[str, Any] | None:
+    """Return what an engine that is starting does, as `/health` and `/v1/status` show it."""
+    if progress is None:
+        return None
+    return {"stage": progress.stage, "done": progress.done, "total": progress.total, "text": str(progress)}
+
+
+def _profile_json(stats: EngineStats | None) -> dict[str, Any]:
+    """Return whether predictions rest on a measured profile; measured_share: of a profile that is being measured."""
+    if stats is None:
+        return {"state": None, "measured_share": None}
+    share = stats.measured_share
+    return {"state": "measured" if share is None else "provisional", "measured_share": share}
 
 
 def _after(entries: "deque[Any]", after: int) -> list[Any]:

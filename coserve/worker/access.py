@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 from coserve.jobs.messages import JobEngine
 from coserve.jobs.records import AdapterRef
 from coserve.worker.link import EngineListener
-from coserve.worker.protocol import AddRequest, Ready
+from coserve.worker.protocol import AddRequest, Ready, StartProgress
 from coserve.worker.streams import RequestStream
 
 if TYPE_CHECKING:
@@ -21,6 +21,11 @@ class EngineAccess(JobEngine, Protocol):
     @property
     def ready(self) -> Ready | None:
         """What the engine said of itself; None while there is none."""
+        ...
+
+    @property
+    def start_progress(self) -> StartProgress | None:
+        """What an engine that is starting does now; None if that is not known, or none is starting."""
         ...
 
     @property

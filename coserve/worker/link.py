@@ -121,6 +121,8 @@ class EngineLink:
         self._host = host(self)
         self._listeners: list[EngineListener] = []
         self._ready: Ready | None = None
+        self.start_progress: StartProgress | None = None
+        """What an engine that is starting does now; None before it has told, and once it is ready."""
         self._streams: dict[str, RequestStream] = {}
         self._stopped: set[tuple[str, int]] = set()  # sequences whose end the engine has not reported yet
         self._calls: dict[int, asyncio.Future[None]] = {}
@@ -146,7 +148,8 @@ class EngineLink:
         if self._closing:
             raise EngineGoneError("the server is shutting down; ask another, or later")
         if self._ready is None:
-            raise EngineGoneError("the engine is starting; try again in a few seconds")
+            doing = "" if self.start_progress is None else f" ({self.start_progress})"
+            raise EngineGoneError(f"the engine is starting{doing}; try again in a few seconds")
         return self._ready
 
     @property
@@ -213,6 +216,7 @@ class EngineLink:
     def engine_lost(self, reason: str) -> None:
         """See `EngineOwner`."""
         was_ready, self._ready = self._ready, None
+        self.start_progress = None
         error = EngineGoneError(f"{reason} before it was done; it is being started again")
         if self._closing:
             error = EngineGoneError("the server is shutting down")
@@ -238,11 +242,13 @@ class EngineLink:
             if (stream := self._streams.pop(report.id, None)) is not None:
                 stream.fail(_error(report.kind, report.error))
         elif isinstance(report, Ready):
-            self._ready, self._has_vocabulary = report, False
+            self._ready, self._has_vocabulary, self.start_progress = report, False, None
             for listener in self._listeners:
                 listener.engine_ready(report)
-        elif isinstance(report, StartProgress) and self._on_progress is not None:
-            self._on_progress(report)
+        elif isinstance(report, StartProgress):
+            self.start_progress = report
+            if self._on_progress is not None:
+                self._on_progress(report)
 
     def _reported(self, report: StepReport) -> None:
         read = [chunk for each in report.chunks if (chunk := self._read(each)) is not None]

@@ -56,6 +56,7 @@ from coserve.worker.protocol import (
     decode_command,
     encode,
 )
+from coserve.worker.refinement import ProfileRefinement
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class EngineProcess:
         self._engine, self._socket, self._activity = engine, socket, activity or Activity(None)
         self._handover = handover or Alone()
         self._handover_stats: HandoverStats | None = None
+        self._refinement = ProfileRefinement(engine)
         self._jobs = JobCommands(engine, self._activity, shared)
         self._commands = Commands(engine, self._jobs, self._send, self._activity, self._handover)
         self._steps: list[StepRecord] = []
@@ -102,7 +104,14 @@ class EngineProcess:
         """Until it is told to shut down."""
         while self._running:
             self._take_commands()
-            if self._running and self._engine.has_work:
+            if not self._running:
+                break
+            if self._refinement.run_piece():
+                _log.info("the device is measured: its profile replaces the provisional one")
+                self._report([], whole=True)
+            elif self._refinement.progress is not None:
+                self._unreported |= time.monotonic() - self._reported_s > STATS_S
+            if self._engine.has_work:
                 self._step()
         self._report_batch()
         self._handover.close()
@@ -120,6 +129,8 @@ class EngineProcess:
             self._engine.flush_commands()
             waits_for_files = self._jobs.is_waiting or self._commands.is_waiting
             wait_ms = _FILES_WAIT_MS if waits_for_files else _IDLE_WAIT_MS
+            if (measures_in_s := self._refinement.wait_s) is not None:
+                wait_ms = min(wait_ms, int(1e3 * measures_in_s))
             if self._has_freed and not waits_for_files:
                 give_back_freed_memory()
                 self._has_freed = False
@@ -216,7 +227,7 @@ class EngineProcess:
 
         Reports come when an optimizer step is done, and just then a job holds nothing.
         """
-        stats = replace(self._engine.stats(), handover=self._handover.stats())
+        stats = replace(self._engine.stats(), handover=self._handover.stats(), measured_share=self._refinement.progress)
         if self._fullest is None or not stats.num_jobs:
             return stats
         num_free = stats.num_pages - sum(self._fullest.values())
@@ -260,7 +271,7 @@ def start(
     def progress(stage: str, done: int, total: int) -> None:
         socket.send(encode(StartProgress(stage, done, total)))
 
-    progress(f"starting {settings.model}", 0, 0)
+    progress("starting the engine", 0, 0)
     keep_freed_memory()
     bound_compiled_products()
     shared = shared_files(settings.files_url, home_directory(), most_bytes=settings.files_cache_bytes)
@@ -275,6 +286,7 @@ def start(
             device=settings.device,
             max_positions=settings.max_model_len,
             with_text=False,
+            may_be_provisional=not settings.measures_first,
             progress=progress,
             wrap=lambda device: WatchedDevice(device, activity),
         )
@@ -308,6 +320,8 @@ def _ready(engine: Engine) -> Ready:
         hardware=device_name(torch.device(info.device), info.threads),
         profile=engine.latency.profile,
         fingerprint=info.fingerprint,
+        kernels=info.kernels,
+        kernels_warning=info.kernels_warning,
     )
 
 

@@ -21,6 +21,9 @@ from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import Slo
 from coserve.tuning.shard import Combination
 
+# Stages of more parts than this are told in percent.
+_MAX_COUNTED_PARTS = 100
+
 # -- the first line of the engine's standard input ---------------------------------------
 
 
@@ -49,6 +52,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "warning"
     files_url: str | None = None
     files_cache_bytes: int | None = None
+    measures_first: bool = True
+    """Whether a device without a measured profile is measured before it serves, or beside requests."""
     engine: EngineConfig
 
 
@@ -174,11 +179,20 @@ Command = (
 
 
 class StartProgress(msgspec.Struct, tag=True, frozen=True):
-    """How far the start is; total: 0 if that is not known."""
+    """How far a start is."""
 
     stage: str
+    """What is being done, such as "loading weights"."""
     done: int
     total: int
+    """Parts of the stage; 0 if that is not known."""
+
+    def __str__(self) -> str:
+        if not self.total:
+            return self.stage
+        if self.total > _MAX_COUNTED_PARTS:
+            return f"{self.stage}, {100 * self.done // self.total} %"
+        return f"{self.stage}, {self.done} of {self.total}"
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -202,6 +216,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     hardware: str = ""
     profile: Profile | None = None
     fingerprint: str = ""
+    kernels: str = ""
+    """Name of the kernel backend."""
+    kernels_warning: str = ""
+    """Why a faster kernel backend does not run, as one line; "" if none is missing."""
 
 
 class Pong(msgspec.Struct, tag=True, frozen=True):

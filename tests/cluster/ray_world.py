@@ -16,7 +16,6 @@ from certificates import make_certificate
 from forked import preload
 from openai import DefaultHttpxClient, OpenAI
 
-from coserve.home import share_measurements
 from coserve.server.config import ServerConfig
 from coserve.server.keys import digest_of
 
@@ -68,7 +67,6 @@ class RayWorld:
         own = {}
         if self.homes is not None:
             home = self.homes / f"machine-{self._num_machines}"
-            share_measurements(home)  # which each would make anew, of the same machine
             own = {"COSERVE_HOME": str(home)}
         self._num_machines += 1
         self.machines.append(self.cluster.add_node(num_cpus=1, resources={DEVICE: 1}, env_vars=own))

@@ -14,7 +14,6 @@ import httpx
 from cluster.ray_world import free_port
 
 from coserve.cluster.ray_token import TOKEN_FILE
-from coserve.home import share_measurements
 
 ASK = """
 import sys
@@ -29,7 +28,6 @@ except AuthenticationError:
 
 def environment(home: Path) -> dict[str, str]:
     """Of a machine with a home of its own, and no token but what lies there."""
-    share_measurements(home)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     return kept | {"COSERVE_HOME": str(home), "HOME": str(home), "OMP_NUM_THREADS": "1"}
 

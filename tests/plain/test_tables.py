@@ -7,9 +7,9 @@ import pytest
 from rich.progress import Progress
 
 import coserve.cli
-from coserve.cli.commands.up import _Screen
 from coserve.cli.drawing import starting
 from coserve.cli.main import app
+from coserve.cli.start_view import StartBars
 from coserve.cli.tables import console, table
 from coserve.client.http import Client
 
@@ -29,10 +29,10 @@ def test_names_are_printed_as_they_are(capsys, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bars_of_the_start_say_names_as_they_are(capsys, name):
-    screen = _Screen()
-    bars: Progress = screen._bars
-    bars.add_task(name, total=1)
-    screen._console.print(bars.make_tasks_table(bars.tasks))
+    bars = StartBars()
+    bars.show(name, 1, 2)
+    shown: Progress = bars._bars
+    shown.console.print(shown.make_tasks_table(shown.tasks))
     assert name in capsys.readouterr().err
 
 

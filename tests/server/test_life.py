@@ -20,7 +20,6 @@ from openai import OpenAI
 from served import Served, expected, is_alive, model_directory, serving, tokenizer
 
 from coserve.cli.commands.up import stop_line
-from coserve.home import share_measurements
 from coserve.server.home_lock import lock_home
 
 pytestmark = pytest.mark.long
@@ -295,7 +294,6 @@ def up(home: Path, *options: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_mistakes_are_one_line(tmp_path: Path):
-    share_measurements(tmp_path)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

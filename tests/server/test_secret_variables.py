@@ -14,7 +14,6 @@ import httpx
 import pytest
 from served import model_directory
 
-from coserve.home import share_measurements
 from coserve.secret_variables import take_variable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
@@ -29,7 +28,6 @@ WORDS = (b"key-of-ann", b"key-of-ben", b"a-client's-key", b"password-of-a-databa
 @contextmanager
 def server(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A `coserve up` with the secrets in its environment, as a program of its own; and its URL."""
-    share_measurements(home)
     given = {name: value.format(home=home) for name, value in SECRETS.items()}
     command = [sys.executable, "-m", "coserve", "up", str(model_directory()), "--port", "0", "--memory", "16MB"]
     with (

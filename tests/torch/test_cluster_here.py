@@ -8,7 +8,6 @@ import pytest
 
 from coserve.bench import cluster_here
 from coserve.cluster.view import Task
-from coserve.home import share_measurements
 from coserve.models.backbone import load_backbone
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.slo import Slo
@@ -100,7 +99,6 @@ def test_modelled_nodes_have_noise_of_their_own_and_the_seed_decides(tmp_path, m
 
 @pytest.mark.long
 def test_real_nodes_and_modelled_ones_answer_the_same_requests(tmp_path, monkeypatch):
-    share_measurements(tmp_path)
     monkeypatch.setenv("COSERVE_HOME", str(tmp_path))
     config = cluster_here.HereConfig(num_nodes=2, num_requests=12, num_runs=2, rate=6.0)
     found = cluster_here.run(load_backbone("tiny", dtype="float32", device="meta"), config)

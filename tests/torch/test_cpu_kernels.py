@@ -13,7 +13,7 @@ import pytest
 import torch
 from lengths import long_but
 
-from coserve.kernels import find_backend
+from coserve.kernels import cpu_library, find_backend, why_slow
 from coserve.kernels.attention import AttentionSpec, Segment
 from coserve.kernels.base import Grouped, JoinedRows
 from coserve.kernels.cpu import CpuBackend, compiled
@@ -768,13 +768,14 @@ def test_other_pages_take_the_plain_way(case):
 
 @pytest.fixture
 def afresh(monkeypatch, tmp_path):
-    """As in a process that has not asked for kernels yet, at a home of its own; they compile faster than they run."""
-    monkeypatch.setattr(compiled, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in compiled._FLAGS))
+    """A process that has not asked for kernels yet, with a cache of its own; they compile faster than they run."""
+    flags = tuple("-O0" if flag == "-O3" else flag for flag in cpu_library.FLAGS)
+    monkeypatch.setattr(cpu_library, "FLAGS", flags)
     monkeypatch.delenv("COSERVE_KERNELS", raising=False)
-    monkeypatch.setenv("COSERVE_HOME", str(tmp_path))
-    compiled.compiled_kernels.cache_clear()
+    monkeypatch.setenv("COSERVE_CACHE", str(tmp_path))
+    compiled.forget_kernels()
     yield monkeypatch
-    compiled.compiled_kernels.cache_clear()
+    compiled.forget_kernels()
 
 
 @pytest.fixture(scope="module")
@@ -785,16 +786,16 @@ def kept_kernels() -> dict[str, bytes]:
 
 @pytest.fixture
 def kept(afresh, tmp_path, kept_kernels) -> Path:
-    """The library of a home that was used before, and is there no more for this process."""
+    """The library that an earlier process has left in the cache."""
     directory = tmp_path / "kernels"
     directory.mkdir(mode=0o700)
     for name, content in kept_kernels.items():
         (directory / name).write_bytes(content)
         (directory / name).chmod(0o600)
     assert compiled.compiled_kernels() is not None
-    [made] = directory.iterdir()
+    [made] = directory.glob("*.so")
     kept_kernels[made.name] = made.read_bytes()
-    compiled.compiled_kernels.cache_clear()
+    compiled.forget_kernels()
     return made
 
 
@@ -802,11 +803,11 @@ def kept(afresh, tmp_path, kept_kernels) -> Path:
 @needs_kernels
 def test_kernels_are_compiled_once_and_kept(afresh, tmp_path):
     assert compiled.compiled_kernels() is not None
-    [made] = (tmp_path / "kernels").iterdir()
-    compiled.compiled_kernels.cache_clear()
-    afresh.setattr("subprocess.run", None)  # cannot be called
+    [made] = (tmp_path / "kernels").glob("*.so")
+    compiled.forget_kernels()
+    afresh.setattr(cpu_library, "_run_compiler", None)  # cannot be called
     assert compiled.compiled_kernels() is not None
-    assert list((tmp_path / "kernels").iterdir()) == [made]
+    assert list((tmp_path / "kernels").glob("*.so")) == [made]
 
 
 @pytest.mark.long
@@ -830,7 +831,8 @@ def test_a_library_that_others_could_have_written_is_not_loaded(kept, tmp_path, 
     foreign = tmp_path / "foreign.so"
     foreign.write_bytes(kept.read_bytes() + b"whatever")  # a library for all that, and of the right name
     kept.unlink()
-    foreign = foreign.rename(directory / f"{kept.stem.split('-')[0]}-{compiled._digest(foreign)}.so")
+    made_of = kept.stem.rpartition("-")[0]
+    foreign = foreign.rename(directory / f"{made_of}-{cpu_library._digest(foreign)}.so")
     (foreign if opened == "the file" else directory).chmod(0o777)
     with caplog.at_level(logging.WARNING):
         assert compiled.compiled_kernels() is not None
@@ -854,11 +856,10 @@ def test_in_a_directory_of_another_user_nothing_is_loaded_or_kept(afresh, tmp_pa
 
 @needs_kernels
 def test_kernels_are_those_of_this_processor_and_source(afresh):
-    openmp = compiled._openmp()
-    before = compiled._identity(openmp)
-    assert compiled._identity(openmp) == before
-    afresh.setattr(compiled, "_FLAGS", (*compiled._FLAGS, "-g"))
-    assert compiled._identity(openmp) != before
+    before = cpu_library._identity()
+    assert cpu_library._identity() == before
+    afresh.setattr(cpu_library, "FLAGS", (*cpu_library.FLAGS, "-g"))
+    assert cpu_library._identity() != before
 
 
 @pytest.mark.long
@@ -866,7 +867,7 @@ def test_kernels_are_those_of_this_processor_and_source(afresh):
 @pytest.mark.parametrize("processor", ["x86-64", "bdver2", "haswell", "sapphirerapids"])
 def test_kernels_can_be_compiled_for_every_kind_of_processor(processor):
     """With AMX and AVX-512, with AVX2, with FMA and no AVX2, and with nothing of that."""
-    sources = sorted(Path(compiled.__file__).parent.glob("*.cpp"))
+    sources = sorted(cpu_library.SOURCES.glob("*.cpp"))
     flags = ["-std=c++17", "-fopenmp", "-fsyntax-only", "-Wno-psabi", f"-march={processor}"]
     result = subprocess.run(["g++", *flags, *map(str, sources)], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
@@ -878,21 +879,23 @@ def test_the_environment_may_ask_for_the_plain_kernels(afresh, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("fault", ["no compiler", "a compiler that fails", "a home that is a file"])
+@pytest.mark.parametrize("fault", ["no compiler", "a compiler that fails", "a cache that is a file"])
 def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, tmp_path, fault):
     if compiled._openmp() is None:
         pytest.skip("PyTorch has no OpenMP of GNU's")
     if fault == "no compiler":
         afresh.setenv("PATH", str(tmp_path))
     elif fault == "a compiler that fails":
-        afresh.setattr(compiled, "_FLAGS", ("-no-such-flag",))
+        afresh.setattr(cpu_library, "FLAGS", ("-no-such-flag",))
     else:
-        afresh.setenv("COSERVE_HOME", __file__)
+        afresh.setenv("COSERVE_CACHE", __file__)
     with caplog.at_level(logging.WARNING):
         assert compiled.compiled_kernels() is None and compiled.compiled_kernels() is None
     [record] = caplog.records
     assert "the slower plain ones run" in record.message and "\n" not in record.message
-    assert type(find_backend(DEVICE)) is PlainBackend
+    plain = find_backend(DEVICE)
+    assert type(plain) is PlainBackend
+    assert why_slow(plain) == record.message, "it can be shown where people look"
 
 
 def test_the_header_states_the_arguments_of_every_kernel():
@@ -936,10 +939,10 @@ def test_flags_of_ones_own_make_other_kernels_and_other_profiles(kept, afresh, c
     afresh.delenv("COSERVE_CXXFLAGS", raising=False)
     assert CpuBackend(DEVICE).identity == "CpuBackend"
     afresh.setenv("COSERVE_CXXFLAGS", "-DSOME='two words' -O2")
-    assert compiled.own_flags() == ["-DSOME=two words", "-O2"]
+    assert cpu_library.own_flags() == ["-DSOME=two words", "-O2"]
     assert CpuBackend(DEVICE).identity == "CpuBackend -DSOME=two words -O2"
     afresh.setenv("COSERVE_CXXFLAGS", "-D'half")
-    compiled.compiled_kernels.cache_clear()
+    compiled.forget_kernels()
     with caplog.at_level(logging.WARNING):
         assert compiled.compiled_kernels() is None
     assert "the CPU kernels could not be compiled, so the slower plain ones run: No closing quotation" in caplog.text

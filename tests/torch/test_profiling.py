@@ -7,11 +7,14 @@ from random import Random
 
 import pytest
 import torch
+from engines import examples_of
 from support import make_backbone
 
+from coserve import EngineConfig, LoraConfig, SamplingParams, TuningConfig
 from coserve.devices import kept_profiles, profiling
-from coserve.devices.measuring import Stopwatch, rising
+from coserve.devices.measuring import Stopwatch, Timing, finish, rising
 from coserve.devices.profile_store import correct_profile, read_profile, write_profile
+from coserve.engine.engine import Engine
 from coserve.kernels.cpu import CpuBackend
 from coserve.kernels.trace import MOST_PROMPT_PAIRS
 from coserve.models import load_backbone
@@ -19,6 +22,7 @@ from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.slo import default_tpot_s
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
+from coserve.worker.refinement import ProfileRefinement
 
 
 def test_a_profile_is_measured_once_for_each_model_and_state_of_the_code(tmp_path, monkeypatch):
@@ -136,12 +140,14 @@ def test_a_piece_is_run_until_its_fastest_runs_agree():
     def time_s() -> float:
         return now_s
 
-    def run() -> None:
+    def measure() -> Timing:
         nonlocal now_s
+        yield
         runs.append(next(times))
         now_s += runs[-1] / 100
+        return runs[-1] / 100
 
-    assert Stopwatch(time_s).stable_s(lambda: Stopwatch(time_s).once_s(run)) == pytest.approx(0.01005)
+    assert finish(Stopwatch(time_s).stable_s(measure)) == pytest.approx(0.01005)
     assert len(runs) == 7
 
 
@@ -166,7 +172,12 @@ def test_what_more_rows_did_faster_was_held_up():
 def test_a_cpu_that_can_be_divided_is_measured_in_parts_too(monkeypatch):
     """The rest of the profile is not measured here."""
     cpu = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
-    monkeypatch.setattr(profiling._Measurement, "_round", lambda self: roofline_profile(self.backbone, cpu))
+
+    def modelled(self):
+        yield
+        return roofline_profile(self.backbone, cpu)
+
+    monkeypatch.setattr(profiling._Measurement, "_round", modelled)
     backbone, before = make_backbone("llama"), torch.get_num_threads()
     assert profiling.measure_profile(backbone).sharing is None, "of one thread"
     torch.set_num_threads(2)
@@ -253,10 +264,105 @@ def test_what_is_slow_around_a_measurement_is_not_repeated():
     """Packs are made and run forward before a tasklet is measured: that time counts, too."""
     now_s, num_measured = 0.0, 0
 
-    def measure() -> float:
+    def measure() -> Timing:
         nonlocal now_s, num_measured
         now_s, num_measured = now_s + 5.0, num_measured + 1
+        yield
         return 0.01 * num_measured  # never the same
 
-    assert Stopwatch(lambda: now_s).stable_s(measure) == 0.01
+    assert finish(Stopwatch(lambda: now_s).stable_s(measure)) == 0.01
     assert num_measured == 1
+
+
+# -- a start without a profile ---------------------------------------------------------------
+
+
+def test_what_runs_between_two_pieces_is_not_part_of_the_measurement():
+    now_s, num_measured = 0.0, 0
+
+    def measure() -> Timing:
+        nonlocal now_s, num_measured
+        now_s, num_measured = now_s + 0.1, num_measured + 1
+        yield
+        return 0.1 if num_measured > 2 else 0.1 * num_measured + 1
+
+    measurement = Stopwatch(lambda: now_s).stable_s(measure)
+    for _ in measurement:
+        now_s += 60.0  # requests, say
+    assert num_measured == 4, "the time for measuring had not run out"
+
+
+def test_a_quick_profile_takes_few_runs_and_is_cautious():
+    backbone, quick_clock, whole_clock = make_backbone("llama"), BusyClock(), BusyClock()
+    quick = profiling.quick_profile(backbone, time_s=quick_clock)
+    whole = profiling.measure_profile(backbone, time_s=whole_clock)
+    assert quick_clock.num_readings < whole_clock.num_readings / 3
+    for curve in ("head", "loss"):
+        assert getattr(quick, curve).at(8) == pytest.approx(1.3 * getattr(whole, curve).at(8), rel=0.01), curve
+    assert default_tpot_s(LatencyModel(quick)) > 1.1 * default_tpot_s(LatencyModel(whole))
+    assert type(quick).from_json(quick.to_json()) == quick
+
+
+@pytest.fixture
+def provisional(monkeypatch, tmp_path):
+    """An engine on a device that was never measured."""
+    monkeypatch.setenv("COSERVE_CACHE", str(tmp_path))
+    config = EngineConfig(memory_bytes=1 << 24)
+    return Engine.from_backbone(make_backbone("llama"), config, may_be_provisional=True)
+
+
+def test_an_engine_serves_while_its_device_is_measured(provisional, tmp_path):
+    """Every few pieces a request comes; its tokens are those of an engine that was measured first."""
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    cautious = provisional.latency.profile
+    assert provisional.calibration.is_provisional and not list(tmp_path.glob("profiles/*.json"))
+    answers, shares, number = [], [], 0
+    while provisional.calibration.is_provisional:
+        done, total = provisional.calibration.run_piece()
+        shares.append(done / total)
+        if number % 50 == 0:
+            answers += [each.tokens for each in provisional.generate([[1, 2, 3]], params)]
+        number += 1
+    assert shares == sorted(shares) and shares[-1] == 1.0
+    assert len(answers) > 2 and len(set(answers)) == 1
+    measured = provisional.latency.profile
+    assert measured != cautious, "it is what steps are predicted by"
+    [path] = tmp_path.glob("profiles/*.json")
+    assert read_profile(path) == measured, "the next start finds it"
+    again = Engine.from_backbone(make_backbone("llama"), EngineConfig(memory_bytes=1 << 24), may_be_provisional=True)
+    assert not again.calibration.is_provisional and again.latency.profile == measured
+    assert [each.tokens for each in again.generate([[1, 2, 3]], params)] == answers[:1]
+    provisional.check_integrity()
+
+
+def test_the_default_slo_follows_the_measured_profile(provisional):
+    while provisional.calibration.is_provisional:
+        provisional.calibration.run_piece()
+    expected = default_tpot_s(LatencyModel(provisional.latency.profile))
+    assert provisional.slo.tpot_s == pytest.approx(expected, rel=0.06)
+
+
+def test_pieces_run_while_no_request_is_there_and_jobs_take_turns_with_them(provisional):
+    now_s = 0.0
+    refinement = ProfileRefinement(provisional, time_s=lambda: now_s)
+    assert refinement.progress == 0.0 and refinement.wait_s == 0.0
+    provisional.add([1, 2, 3], SamplingParams(max_tokens=2))
+    assert not refinement.run_piece() and refinement.progress == 0.0
+    while provisional.has_requests:
+        provisional.step()
+    assert refinement.wait_s == 0.25, "others often come just after one"
+    now_s += 0.25
+    provisional.submit_examples(examples_of([9, 12]), TuningConfig(num_epochs=200), adapter=LoraConfig(r=2))
+    steps = 0
+    while not refinement.run_piece():
+        assert provisional.has_work
+        provisional.step()
+        steps += 1
+    assert steps > 10 and refinement.progress is None and refinement.wait_s is None
+    assert not refinement.run_piece()
+
+
+def test_a_library_and_an_experiment_measure_first(monkeypatch, tmp_path):
+    monkeypatch.setenv("COSERVE_CACHE", str(tmp_path))
+    engine = Engine.from_backbone(make_backbone("llama"), EngineConfig(memory_bytes=1 << 24))
+    assert not engine.calibration.is_provisional and list(tmp_path.glob("profiles/*.json"))

@@ -221,7 +221,7 @@ def serve(
         if model.startswith("dummy:"):
             directory = str(root / "model")
             write_model(model, Path(directory), dtype=dtype)
-        options = ("--dtype", dtype)
+        options = ("--dtype", dtype, "--measure-first")
         servers = {"coserve": running.enter_context(own_server(directory, *options, log=root / "coserve.log"))}
         if against is not None:
             servers["other"] = against

@@ -102,7 +102,7 @@ def _server_options(model: str, slo_ttft: str | None, slo_tpot: str | None) -> l
     """Of `coserve up`; for models other than the built-in one, its own defaults."""
     given = {name: value for name, value in (("--slo-ttft", slo_ttft), ("--slo-tpot", slo_tpot)) if value is not None}
     options = (_TINY_OPTIONS if model == "tiny" else {}) | given
-    return [word for pair in options.items() for word in pair]
+    return [*(word for pair in options.items() for word in pair), "--measure-first"]
 
 
 def _run(config: "DemoConfig", lesson_name: str, model: str, options: list[str], directory: Path) -> dict[str, Any]:

@@ -4,18 +4,19 @@ import asyncio
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coserve.cli.finished import with_finished_model
 from coserve.cli.server_options import server_config, with_server_options
+from coserve.cli.start_view import StartBars, StartLines, start_view
+from coserve.kernels.cpu_library import start_compiling
 from coserve.logs import configure_logs
 from coserve.models.source import check_model
 from coserve.secret_variables import DATABASE, take_variable
 from coserve.server.keys import is_digest
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
-
     from coserve.server.context import ServerContext
     from coserve.worker.protocol import Ready, StartProgress
 
@@ -37,54 +38,40 @@ def _up(**given: Any) -> None:
         _log.warning(
             "ps shows the key of --api-key to all users of this machine: use --api-keys-file or COSERVE_API_KEYS"
         )
-    check_model(config.model)  # before seconds of imports
+    check_model(config.model)
+    with start_view(config.log_level) as view:
+        view.show("loading libraries")
+        if _serves_on_cpu(config.device):
+            start_compiling()  # beside the imports, which take seconds
+        from coserve.server.serve import serve
 
-    from coserve.server.serve import serve
-
-    with _Screen() as screen:
-        asyncio.run(serve(config, screen))
+        asyncio.run(serve(config, _Watcher(view)))
 
 
-class _Screen:
-    """What the start looks like in a terminal."""
+def _serves_on_cpu(device: str) -> bool:
+    """Return whether a server will run on the CPU, as far as that can be told before PyTorch is imported."""
+    return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
 
-    def __init__(self) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        from coserve.cli.tables import console
+class _Watcher:
+    """Shows the start and the end of a server."""
 
-        self._console = console(stderr=True)
-        self._bars = Progress(
-            *(TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> "_Screen":
-        self._bars.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bars.stop()
+    def __init__(self, view: StartBars | StartLines) -> None:
+        self._view = view
 
     def progress(self, progress: "StartProgress") -> None:
-        """One more piece of the start is done."""
-        if progress.stage not in self._tasks:
-            for task in self._tasks.values():
-                self._bars.update(task, total=1, completed=1)
-            self._tasks[progress.stage] = self._bars.add_task(progress.stage, total=progress.total or None)
-        self._bars.update(self._tasks[progress.stage], completed=progress.done)
+        """Show how far the start is."""
+        self._view.show(progress.stage, progress.done, progress.total)
 
     def ready(self, ready: "Ready", context: "ServerContext", url: str) -> None:
-        """The start-up line."""
-        self._bars.stop()
+        """Print the start-up line."""
+        self._view.show(f"ready at {url}")
+        self._view.close()
         print(start_line(ready, context.model_name, url), flush=True)
 
     def stopping(self, num_open: int, drain_s: float) -> None:
-        """What takes the time between Ctrl-C and the end."""
-        self._bars.stop()
+        """Print what takes the time between Ctrl-C and the end."""
+        self._view.close()
         try:
             print(stop_line(num_open, drain_s), flush=True)
         except OSError:

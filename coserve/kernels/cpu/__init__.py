@@ -1,7 +1,8 @@
 """The backend for CPUs: compiled kernels (`*.cpp`) for what PyTorch runs in many passes or rearranges first, PyTorch's
 own products for the rest, and the plain way for what neither is for (other dtypes and layouts, unusual attention).
 
-It is available where g++ compiles the kernels (`compiled.py`); elsewhere `plain/` runs, and one warning says why.
+It is available where the kernels' library is prebuilt or g++ compiles it (`coserve.kernels.cpu_library`); elsewhere
+`plain/` runs, and `why_unavailable` says why.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +15,10 @@ from coserve.kernels.attention import AttentionBatch, AttentionSpec, Segment
 from coserve.kernels.base import Backend, Factor, JoinedRows, SiluMulGradients
 from coserve.kernels.cpu import adapters, rows
 from coserve.kernels.cpu.attention import CpuAttention, CpuAttentionBatch, CpuPart
-from coserve.kernels.cpu.compiled import compiled_kernels, own_flags
+from coserve.kernels.cpu.compiled import compiled_kernels, why_not_compiled
 from coserve.kernels.cpu.products import CpuProducts
 from coserve.kernels.cpu.trace import CpuTrace
+from coserve.kernels.cpu_library import Progress, own_flags
 from coserve.kernels.low_rank import AdapterBatch, LowRankGradient, LowRankRows
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.plain.attention import Part
@@ -45,9 +47,19 @@ class CpuBackend(PlainBackend):
     def is_available(cls, device: torch.device) -> bool:
         return device.type == "cpu" and compiled_kernels() is not None
 
+    @classmethod
+    def why_unavailable(cls, device: torch.device) -> str:
+        return why_not_compiled() if device.type == "cpu" else ""
+
+    @classmethod
+    def prepare(cls, device: torch.device, progress: Progress | None = None) -> None:
+        if device.type == "cpu":
+            compiled_kernels(progress)
+
     @property
     def identity(self) -> str:
-        return " ".join([super().identity, *own_flags()])
+        built = [] if self._kernels.build == "native" else [self._kernels.build]
+        return " ".join([super().identity, *built, *own_flags()])
 
     @property
     def for_losses(self) -> "CpuBackend":

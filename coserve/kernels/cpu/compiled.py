@@ -1,40 +1,25 @@
-"""The C++ kernels as functions: compiled for this machine when they are first wanted, and kept on disk.
+"""The C++ kernels as functions, of the library that `coserve.kernels.cpu_library` finds or compiles.
 
 `kernels.h` declares every kernel, once: the compiler holds the definitions against it, and the arguments that Python
 may give are read from it when the library is loaded.
 """
 
 import ctypes
-import hashlib
 import logging
-import os
-import platform
 import re
-import shlex
-import subprocess
 import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from coserve.home import home_directory, is_trusted, make_private
+from coserve.errors import KernelError
 from coserve.kernels.cpu.processor import multiplies_bfloat16
+from coserve.kernels.cpu_library import PREBUILT, SOURCES, BuiltLibrary, Progress, find_library
 
 _log = logging.getLogger(__name__)
-
-_SOURCES = Path(__file__).parent
-# Sums may be made in any order, and nobody reads error numbers; infinities and NaN stay what they are.
-_FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC"),
-    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
-)
-_COMPILE_S = 120.0
 
 
 class _Tiles(IntEnum):
@@ -48,9 +33,15 @@ class _Tiles(IntEnum):
 class Library:
     """The compiled functions, by name; and what this CPU can do."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError if it cannot be loaded, RuntimeError if it lacks a kernel that this processor can run."""
-        found = ctypes.CDLL(str(path))
+    def __init__(self, built: BuiltLibrary, openmp: Path) -> None:
+        """Load a library; its calls to OpenMP go to the given one, which is PyTorch's.
+
+        Raises:
+            OSError: it cannot be loaded. RuntimeError: it lacks a kernel that this processor can run.
+        """
+        self.build = built.build
+        ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
+        found = ctypes.CDLL(str(built.path))
         # Products of tiles of bfloat16: by AMX, which a process must ask the system for, or by pairs.
         tiles = _Tiles(found.request_tiles())
         self.has_amx = tiles is _Tiles.BY_AMX
@@ -70,7 +61,7 @@ class Library:
                 function.argtypes, function.restype = arguments, None
                 setattr(self, name, function)
             elif name not in missing_on_some:
-                raise RuntimeError(f"error: {path.name} lacks the kernel {name}, which kernels.h declares")
+                raise RuntimeError(f"error: {built.path.name} lacks the kernel {name}, which kernels.h declares")
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"there is no kernel {name}")
@@ -78,7 +69,7 @@ class Library:
 
 def signatures() -> dict[str, list[Any]]:
     """The types of the arguments of every kernel, as its header declares them: addresses, int64 and doubles."""
-    found = _declarations((_SOURCES / "kernels.h").read_text())
+    found = _declarations((SOURCES / "kernels.h").read_text())
     return {name: [_type(argument) for argument in arguments.split(",")] for name, arguments in found}
 
 
@@ -86,7 +77,7 @@ def kernels_for(instructions: str) -> set[str]:
     """Those that are compiled for processors with such instructions alone, AMX, pairs or tiles: of groups whose comment
     in the header says so in brackets.
     """
-    groups = (_SOURCES / "kernels.h").read_text().split("\n\n")
+    groups = (SOURCES / "kernels.h").read_text().split("\n\n")
     said = f"({instructions})"
     return {name for group in groups if said in group.partition("\n")[0] for name, _ in _declarations(group)}
 
@@ -102,94 +93,76 @@ def _type(argument: str) -> Any:
     return {"i64": ctypes.c_int64, "double": ctypes.c_double}[argument.split()[0]]
 
 
-@cache
-def compiled_kernels() -> Library | None:
-    """The kernels of this machine, compiled when this is first called; None where they cannot be."""
+@dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    """The outcome of loading the kernels."""
+
+    library: Library | None
+    why_not: str = ""
+    """Why there is no library, as one line; "" where none is expected."""
+
+
+_loaded: _Loaded | None = None
+
+
+def compiled_kernels(progress: Progress | None = None) -> Library | None:
+    """Return the kernels of this machine, loaded or compiled at the first call; None where they cannot be.
+
+    Args:
+        progress: called with the number of compiled files and of all, if this call compiles or waits for a compiler.
+    """
+    global _loaded
+    if _loaded is None:
+        _loaded = _load(progress)
+        if _loaded.why_not:
+            _log.warning("%s", _loaded.why_not)
+    return _loaded.library
+
+
+def why_not_compiled() -> str:
+    """Return why the plain kernels run in place of these, as one line; "" if these run, or cannot run here at all."""
+    compiled_kernels()
+    assert _loaded is not None
+    return _loaded.why_not
+
+
+def forget_kernels() -> None:
+    """Have the next `compiled_kernels` load them again."""
+    global _loaded
+    _loaded = None
+
+
+def _load(progress: Progress | None) -> _Loaded:
     if not sys.platform.startswith("linux"):
-        return None
+        return _Loaded(library=None)
     openmp = _openmp()
     if openmp is None:
-        _log.info("PyTorch has no OpenMP of GNU's here: the plain kernels run")
-        return None
+        return _Loaded(library=None, why_not="PyTorch has no GNU OpenMP here, so the slower plain kernels run")
     try:
-        return _library(_directory(), _identity(openmp), openmp)
-    except (OSError, RuntimeError, AttributeError, ValueError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stderr", None) or error).strip().splitlines()
-        lines = [line for line in said if "error" in line] or said or [repr(error)]
-        _log.warning("the CPU kernels could not be compiled, so the slower plain ones run: %s", lines[0])
-        return None
+        return _Loaded(library=_load_from(find_library(progress), openmp))
+    except (KernelError, OSError, RuntimeError, AttributeError, ValueError) as error:
+        return _Loaded(
+            library=None, why_not=f"the CPU kernels could not be compiled, so the slower plain ones run: {error}"
+        )
 
 
-def own_flags() -> list[str]:
-    """Flags of the compiler that somebody has asked for. Raises ValueError if they cannot be told apart."""
-    return shlex.split(os.environ.get("COSERVE_CXXFLAGS", ""))
-
-
-def _directory() -> Path:
-    return home_directory() / "kernels"
+def _load_from(built: BuiltLibrary, openmp: Path) -> Library:
+    try:
+        return Library(built, openmp)
+    except OSError:
+        if built.path.parent != PREBUILT:
+            raise
+        # Built on a machine with a newer C library than this one's.
+        _log.info("%s cannot be loaded here, so the CPU kernels are compiled", built.path.name)
+        return Library(find_library(may_be_prebuilt=False), openmp)
+    finally:
+        if not built.is_kept:
+            built.path.unlink()
+            built.path.parent.rmdir()
 
 
 def _openmp() -> Path | None:
-    """PyTorch's own OpenMP library: with another one, threads of both would wait for each other's cores."""
+    """Return PyTorch's own OpenMP library: with another one, threads of both would wait for each other's cores."""
     package = Path(torch.__file__).parent
     found = [*package.glob("lib/libgomp*.so*"), *package.parent.glob("torch.libs/libgomp*.so*")]
     return found[0] if found else None
-
-
-def _identity(openmp: Path) -> str:
-    """What the compiled kernels depend on."""
-    digest = hashlib.sha256()
-    for path in sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")]):
-        digest.update(path.read_bytes())
-    processor = ""
-    with suppress(OSError):  # a home may be shared by machines
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    digest.update(repr((_FLAGS, *own_flags(), str(openmp), processor, platform.libc_ver())).encode())
-    return digest.hexdigest()[:24]
-
-
-def _library(directory: Path, identity: str, openmp: Path) -> Library:
-    """From what was compiled before, or compiled now; kept where no other user can put code."""
-    if (kept := _kept(directory, identity)) is not None:
-        return Library(kept)
-    if make_private(directory):
-        return Library(_compile(directory, identity, openmp))
-    _log.warning("%s is not this user's alone, so the CPU kernels are compiled at every start", directory)
-    with tempfile.TemporaryDirectory(prefix="coserve-kernels-") as place:
-        return Library(_compile(Path(place), identity, openmp))
-
-
-def _kept(directory: Path, identity: str) -> Path | None:
-    """What was compiled before. Its name ends with a digest of it, since a damaged library would kill the process; and
-    nobody else may have written it, since it runs as this user.
-    """
-    for path in directory.glob(f"{identity}-*.so"):
-        if not is_trusted(path):
-            _log.warning("another user can write %s, so it is not loaded: the CPU kernels are compiled anew", path)
-        elif path.stem == f"{identity}-{_digest(path)}":
-            return path
-    return None
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:24]
-
-
-def _compile(directory: Path, identity: str, openmp: Path) -> Path:
-    _log.info("compiling the CPU kernels, once")
-
-    def run(*arguments: str | Path) -> None:
-        command = ["g++", *_FLAGS, *own_flags(), *map(str, arguments)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
-
-    with tempfile.TemporaryDirectory(dir=directory) as place, ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = {source: Path(place) / f"{source.stem}.o" for source in sorted(_SOURCES.glob("*.cpp"))}
-        for compiled in [pool.submit(run, "-c", source, "-o", made) for source, made in objects.items()]:
-            compiled.result()
-        made = Path(place) / "kernels.so"
-        # Of two OpenMP libraries only the one named here.
-        run("-shared", "-Wl,--as-needed", *objects.values(), openmp, "-o", made)
-        made.chmod(0o600)
-        # At once: another process may be doing the same.
-        return made.replace(directory / f"{identity}-{_digest(made)}.so")

@@ -76,13 +76,13 @@ def predictor(latency: LatencyModel) -> Predictor:
     whole device.
     """
     found = _PREDICTORS.get(latency)
-    if found is None:
-        found = _PREDICTORS[latency] = _fitted(latency.profile)
-    return found
+    if found is None or found[0] is not latency.profile:
+        found = _PREDICTORS[latency] = latency.profile, _fitted(latency.profile)
+    return found[1]
 
 
 # By what asks in every step: a profile is long, and takes longer to look up than to predict with.
-_PREDICTORS = WeakKeyDictionary[LatencyModel, Predictor]()
+_PREDICTORS = WeakKeyDictionary[LatencyModel, tuple[Profile, Predictor]]()
 
 
 def _fitted(profile: Profile) -> Predictor:

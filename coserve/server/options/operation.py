@@ -53,6 +53,12 @@ class OperationOptions(OptionGroup):
         metavar="SIZE",
         shown="100MB",
     )
+    measures_first: bool = option(
+        False,
+        "--measure-first",
+        "Measure a CPU that has no profile of the model before serving; otherwise the server starts with a quick and "
+        "cautious profile, and measures the whole one while no request is there.",
+    )
     log_format: str = option("text", "--log-format", f"Of the lines on stderr: {' or '.join(FORMATS)}.")
     log_level: str = option(
         "warning", "--log-level", f"Least that is logged: {', '.join(LEVELS)}; info has a line for each request."

@@ -8,15 +8,17 @@ from starlette.responses import Response
 
 from coserve.server.context import Context, IsOperator, Tenant
 from coserve.server.responses import json_response
+from coserve.server.status import start_json
 from coserve.version import VERSION
 
 router = APIRouter()
 
 
 @router.get("/health")
-async def health() -> Response:
-    """200 as long as the server's process answers; the engine may be starting."""
-    return json_response({"status": "ok"})
+async def health(context: Context) -> Response:
+    """Answer 200 as long as the server's process answers; what an engine that is starting does is in the body."""
+    starting = start_json(context.link.start_progress)
+    return json_response({"status": "ok"} | ({} if starting is None else {"starting": starting}))
 
 
 @router.get("/ping")
@@ -53,7 +55,8 @@ async def status(context: Context, tenant: Tenant, is_operator: IsOperator) -> R
     """How it goes, over the last minute; of finished requests a tenant's own, for operators all."""
     whose = None if is_operator else tenant
     others = context.config.engine.trainable_models
-    return json_response(context.board.status(context.link.ready, context.model_name, whose, others))
+    link = context.link
+    return json_response(context.board.status(link.ready, context.model_name, whose, others, link.start_progress))
 
 
 @router.get("/v1/status/steps")

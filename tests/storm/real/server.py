@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from coserve.home import share_measurements
-
 # What makes Python's time of day settable; the monotonic clock cannot jump, here as anywhere.
 _CLOCK = Path(__file__).with_name("clock")
 _START_S, _END_S = 120.0, 90.0
@@ -39,7 +37,6 @@ class StormServer:
         self.temporary, self._clock = directory / "tmp", directory / "clock"
         self.temporary.mkdir()
         home.mkdir(mode=0o700)
-        share_measurements(home)
         self.port = _free_port()
         self._command = [sys.executable, "-m", "coserve", "up", model, "--port", str(self.port), "--home", str(home)]
         self._command += options

@@ -1,0 +1,30 @@
+"""The profile that predictions rest on: measured before the engine served, or measured while it serves."""
+
+from coserve.devices.base import Device
+from coserve.devices.messages import DeviceMeasured, MeasureDevice
+from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.slo import DefaultSlo
+
+
+class Calibration:
+    """Replaces a provisional profile by a measured one, piece by piece, whenever its caller has time for a piece."""
+
+    def __init__(self, device: Device, latency: LatencyModel, default_slo: DefaultSlo) -> None:
+        self._device, self._latency, self._default_slo = device, latency, default_slo
+        self.is_provisional = device.info.is_provisional
+        """Whether predictions still rest on a quick and cautious profile."""
+
+    def run_piece(self) -> tuple[int, int]:
+        """Run one more piece of the device's measurement; only while it is provisional, and between two steps.
+
+        Returns:
+            How many measurements are finished, and about how many there are. With the last one, predictions and the
+            default SLO follow what was measured.
+        """
+        measured = self._device.execute(MeasureDevice())
+        assert isinstance(measured, DeviceMeasured)
+        if measured.profile is not None:
+            self._latency.use_profile(measured.profile)
+            self._default_slo.follow_device()
+            self.is_provisional = False
+        return measured.done, measured.total

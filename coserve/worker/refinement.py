@@ -1,0 +1,38 @@
+"""When an engine measures its device: between steps, while no request has been there for a moment."""
+
+import time
+from collections.abc import Callable
+
+from coserve.engine.engine import Engine
+
+# Requests often come one after the other: a piece of the measurement would make the next one wait.
+_QUIET_S = 0.25
+
+
+class ProfileRefinement:
+    """Replaces a provisional profile by a measured one, piece by piece; jobs take turns with the pieces."""
+
+    def __init__(self, engine: Engine, *, time_s: Callable[[], float] = time.monotonic) -> None:
+        self._engine, self._calibration, self._time_s = engine, engine.calibration, time_s
+        self._busy_s = float("-inf")  # when a request was last there
+        self.progress: float | None = 0.0 if engine.calibration.is_provisional else None
+        """Share of the measurements that are finished; None once the profile is a measured one."""
+
+    @property
+    def wait_s(self) -> float | None:
+        """Seconds until the next piece may run; None if there is nothing to measure."""
+        if not self._calibration.is_provisional:
+            return None
+        return max(0.0, self._busy_s + _QUIET_S - self._time_s())
+
+    def run_piece(self) -> bool:
+        """Run one piece if no request is there, or was until just now. Returns whether it was the last one."""
+        if not self._calibration.is_provisional:
+            return False
+        if self._engine.has_requests:
+            self._busy_s = self._time_s()
+        elif not self.wait_s:
+            done, total = self._calibration.run_piece()
+            self.progress = min(done, total - 1) / total if self._calibration.is_provisional else None
+            return not self._calibration.is_provisional
+        return False
