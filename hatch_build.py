@@ -4,6 +4,7 @@ Only with COSERVE_WHEEL_KERNELS=1: compiling all variants takes minutes, and the
 """
 
 import os
+import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ class PrebuiltKernels(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile what is not there yet, and have it included."""
-        if version == "editable" or os.environ.get("COSERVE_WHEEL_KERNELS") != "1":
+        is_wanted = os.environ.get("COSERVE_WHEEL_KERNELS") == "1" and version != "editable"
+        if not is_wanted or platform.machine() != "x86_64":
             return
         sys.path.insert(0, self.root)
         from coserve.kernels.cpu_library import PREBUILT, VARIANTS, build_variant, prebuilt_path

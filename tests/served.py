@@ -124,6 +124,11 @@ class Served:
             raise AssertionError(f"the server did not start: {self.log.read_text()}")
         return line
 
+    def logged(self) -> str:
+        """Return what it has logged, without the lines that every start has."""
+        lines = self.log.read_text().splitlines(keepends=True)
+        return "".join(line for line in lines if "coserve.start: " not in line)
+
     def client(self, api_key: str = "none") -> OpenAI:
         """The real client; without its own repeats, so that tests see the first answer."""
         if api_key not in self._clients:

@@ -30,8 +30,6 @@ def open_device(settings: DeviceSettings, progress: LoadProgress | None = None) 
         torch.set_num_threads(settings.threads)
     device = find_device(settings.device)
     prepare_kernels(device, progress)
-    if progress is not None:
-        progress("loading weights", 0, 0)
     backbone = build_backbone(
         find_model(settings.model),
         dtype=settings.dtype,
@@ -53,8 +51,10 @@ def open_device(settings: DeviceSettings, progress: LoadProgress | None = None) 
 
 
 def prepare_kernels(device: torch.device, progress: LoadProgress | None = None) -> None:
-    """Compile the kernels of a device, if that was not done before on this machine."""
+    """Compile the kernels of a device, if that was not done before on this machine; weights are loaded next."""
     prepare_backends(device, _stage(progress, "compiling kernels"))
+    if progress is not None:
+        progress("loading weights", 0, 0)
 
 
 def torch_device(

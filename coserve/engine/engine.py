@@ -170,8 +170,6 @@ class Engine(EngineCore):
         source = find_model(model)
         place = find_device(device)
         prepare_kernels(place, progress)
-        if progress is not None:
-            progress("loading weights", 0, 0)
         weights_progress = _stage(progress, "loading weights")
         backbone = build_backbone(
             source,

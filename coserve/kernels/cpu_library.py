@@ -113,8 +113,15 @@ def find_library(progress: Progress | None = None, *, may_be_prebuilt: bool = Tr
         _log.warning("%s is not this user's alone, so the CPU kernels are compiled at every start", directory)
         path = _compile(Path(tempfile.mkdtemp(prefix="coserve-kernels-")), identity, progress)
         return BuiltLibrary(path=path, build="native", is_kept=False)
+    failure = _failure_file(directory, identity)
     with _compiling_alone(directory, identity, progress):
-        path = _kept(directory, identity) or _compile(directory, identity, progress)
+        try:
+            path = _kept(directory, identity) or _compile(directory, identity, progress)
+        except KernelError as error:
+            with suppress(OSError):
+                failure.write_text(str(error))
+            raise
+        failure.unlink(missing_ok=True)
     return BuiltLibrary(path=path, build="native")
 
 
@@ -124,6 +131,18 @@ def existing_library(*, may_be_prebuilt: bool = True) -> BuiltLibrary | None:
         return BuiltLibrary(path=prebuilt_path(variant), build=variant.name)
     path = _kept(library_directory(), _identity())
     return None if path is None else BuiltLibrary(path=path, build="native")
+
+
+def why_none() -> str:
+    """Return why the plain kernels would run at the next start, as one line; "" if compiled ones would, or may."""
+    if not sys.platform.startswith("linux") or existing_library() is not None:
+        return ""
+    if shutil.which("g++") is None:
+        return "there is no g++ to compile the CPU kernels with, so the slower plain ones run: install g++"
+    with suppress(OSError):
+        reason = _failure_file(library_directory(), _identity()).read_text()
+        return f"the CPU kernels could not be compiled at the last start, so the slower plain ones ran: {reason}"
+    return ""
 
 
 def start_compiling() -> None:
@@ -253,6 +272,10 @@ def _compiling_alone(directory: Path, identity: str, progress: Progress | None) 
 
 def _progress_file(directory: Path, identity: str) -> Path:
     return directory / f"{identity}.progress"
+
+
+def _failure_file(directory: Path, identity: str) -> Path:
+    return directory / f"{identity}.failed"
 
 
 def _read_progress(directory: Path, identity: str) -> tuple[int, int] | None:

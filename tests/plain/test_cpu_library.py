@@ -14,7 +14,7 @@ import pytest
 from coserve.errors import KernelError
 from coserve.home import cache_directory
 from coserve.kernels import cpu_library
-from coserve.kernels.cpu_library import find_library, start_compiling
+from coserve.kernels.cpu_library import find_library, start_compiling, why_none
 
 COMPILER = """#!/bin/sh
 if [ "$1" = -dumpfullversion ]; then echo 12.2.0; exit 0; fi
@@ -97,6 +97,10 @@ def test_a_compiler_that_fails_is_told_by_its_first_error(compiler):
     compiler('echo "note: see here" >&2; echo "rows.cpp:1: error: no such thing" >&2; exit 1')
     with pytest.raises(KernelError, match=r"^rows.cpp:1: error: no such thing$"):
         find_library()
+    assert why_none().endswith("so the slower plain ones ran: rows.cpp:1: error: no such thing"), "doctor shows it"
+    compiler()
+    find_library()
+    assert why_none() == ""
 
 
 def test_the_limit_is_on_time_of_the_processor_and_not_of_the_clock(compiler, monkeypatch):
@@ -120,6 +124,8 @@ def test_another_compiler_and_no_compiler(compiler, calls, monkeypatch, tmp_path
     cpu_library._compiler.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_library().path.exists(), "what was compiled once needs no compiler"
+    monkeypatch.setenv("COSERVE_CACHE", str(tmp_path / "another"))
+    assert why_none().endswith("install g++")
 
 
 def test_it_compiles_in_the_background(compiler, calls):

@@ -17,10 +17,11 @@ def doctor(
     """Look for what is wrong with a home while no server uses it: records, files, checkpoints, adapters, permissions.
 
     The status is 1 if something is wrong, or still is after --repair, which deletes nothing that a record names, and
-    moves aside what none does. The last line is JSON.
+    moves aside what none does. A warning says so where slow kernels would run. The last line is JSON.
     """
     from coserve.cli.tables import console, table
     from coserve.jobs.doctor import Finding, examine
+    from coserve.kernels.cpu_library import why_none
     from coserve.worker.run_directory import remove_socket_directory
 
     with store_at_rest(home, database) as (directory, store):
@@ -56,6 +57,10 @@ def doctor(
         for finding in findings
     ]
     left = len(findings) - len(mended)
-    print(json.dumps({"home": str(directory), "findings": data, "left": left}))
+    result = {"home": str(directory), "findings": data, "left": left}
+    if warning := why_none():
+        console().print(f"warning: {warning}", soft_wrap=True)
+        result["kernels_warning"] = warning
+    print(json.dumps(result))
     if left:
         raise typer.Exit(1)
