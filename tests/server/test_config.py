@@ -41,8 +41,8 @@ def test_options_are_the_fields_of_the_configuration_in_groups():
         "HTTP": "--host --port --ssl-certfile --ssl-keyfile --allowed-hosts --cors-origin --root-path "
         "--max-connections --max-body --max-upload --timeout-headers --timeout-body --timeout-keep-alive "
         "--unknown-fields --request-timeout",
-        "Operation": "--home --database --files-url --result-encoding --response-storage --log-format --log-level "
-        "--otlp-endpoint --record --engine-timeout --drain",
+        "Operation": "--home --database --files-url --result-encoding --response-storage --measure-first --log-format "
+        "--log-level --otlp-endpoint --record --engine-timeout --drain",
     }
     assert model.default is ... and 1 + len(marks) == len(fields(ServerConfig))
     assert all(mark.help for mark in marks)
