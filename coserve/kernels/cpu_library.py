@@ -13,6 +13,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -109,7 +110,7 @@ def find_library(progress: Progress | None = None, *, may_be_prebuilt: bool = Tr
     if found is not None:
         return found
     directory, identity = library_directory(), _identity()
-    if not make_private(directory):
+    if not _make_private(directory):
         _log.warning("%s is not this user's alone, so the CPU kernels are compiled at every start", directory)
         path = _compile(Path(tempfile.mkdtemp(prefix="coserve-kernels-")), identity, progress)
         return BuiltLibrary(path=path, build="native", is_kept=False)
@@ -243,6 +244,20 @@ def _kept(directory: Path, identity: str) -> Path | None:
         elif path.stem.rpartition("-")[2] == _digest(path):
             return path
     return None
+
+
+def _make_private(directory: Path) -> bool:
+    """Close the directory to other users, and remove the libraries that others may have put there while it was open.
+
+    Returns:
+        Whether nobody but this user can put files there now.
+    """
+    was_open = directory.is_dir() and bool(directory.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    if not make_private(directory):
+        return False
+    for path in directory.glob("*.so") if was_open else ():
+        path.unlink()
+    return True
 
 
 def _digest(path: Path) -> str:

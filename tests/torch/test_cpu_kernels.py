@@ -838,6 +838,7 @@ def test_a_library_that_others_could_have_written_is_not_loaded(kept, tmp_path, 
         assert compiled.compiled_kernels() is not None
     assert f"another user can write {foreign}, so it is not loaded" in caplog.text
     assert kept.exists(), "it has been compiled anew"
+    assert foreign.exists() == (opened == "the file"), "nor is it loaded later, once the directory is closed"
     assert directory.stat().st_mode & 0o077 == kept.stat().st_mode & 0o077 == 0
 
 

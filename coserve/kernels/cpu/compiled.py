@@ -7,6 +7,7 @@ may give are read from it when the library is loaded.
 import ctypes
 import logging
 import re
+import shutil
 import sys
 from dataclasses import dataclass
 from enum import IntEnum
@@ -157,8 +158,7 @@ def _load_from(built: BuiltLibrary, openmp: Path) -> Library:
         return Library(find_library(may_be_prebuilt=False), openmp)
     finally:
         if not built.is_kept:
-            built.path.unlink()
-            built.path.parent.rmdir()
+            shutil.rmtree(built.path.parent, ignore_errors=True)
 
 
 def _openmp() -> Path | None:
