@@ -104,8 +104,7 @@ class Engine(EngineCore):
         """Make an engine on torch, in this process, with weights that are there.
 
         Args:
-            may_be_provisional: whether a device that was not measured before may be served on at once, with a quick and
-                cautious profile that `calibration` replaces. Otherwise it is measured first, which takes seconds.
+            may_be_provisional: whether a quick and cautious profile, which `calibration` replaces, will do.
             wrap: puts something between the engine and the device.
 
         Raises:
@@ -159,9 +158,8 @@ class Engine(EngineCore):
             max_positions: tokens of the longest sequence, prompt and answer or an example; None: as many as the model
                 was made for. Of a model with LongRoPE it decides which of its two sets of factors is used.
             with_text: whether chunks have text; without, there are token ids alone, in and out, and no stop strings.
-            may_be_provisional: see `from_backbone`.
+            may_be_provisional, wrap: see `from_backbone`.
             progress: told what is being done, how much of it is done, and how much there is.
-            wrap: puts something between the engine and the device.
         """
         from coserve.devices.loading import prepare_kernels
         from coserve.models.backbone import build_backbone, find_device
