@@ -22,6 +22,7 @@ CoserveError
 ├── DeviceMemoryError   the device ran out of memory within a step
 ├── DeviceGoneError     the device's process is not there any more
 ├── EngineGoneError     the engine's process is not there: it starts, or has died and is started again
+├── SandboxError        a call that crashed in its sandbox, or went past the limits there
 ├── ClusterError        a cluster that cannot be reached, or used as it was asked
 │   └── FrontSilentError        no front answers now; another one may take over
 └── ServerError         a server that cannot be reached, or that answered with an error
@@ -127,6 +128,17 @@ class DeviceGoneError(CoserveError):
 
 class EngineGoneError(CoserveError):
     """The engine's process is not there now; what was asked of it has not been done, or not to its end."""
+
+
+class SandboxError(CoserveError):
+    """A call that has no result, since its process ended.
+
+    failure: "crashed"; "memory" or "time" for a limit of its own; "late" where a busy machine held it up.
+    """
+
+    def __init__(self, message: str, *, failure: str) -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 class ClusterError(CoserveError):

@@ -13,7 +13,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any, Protocol
 
-from coserve.devices.parent_death import end_with_parent
+from coserve.sandbox.parent_death import end_with_parent
 from coserve.workloads.summary import RequestOutcome
 
 _WARM_UP_TOKENS = 64

@@ -15,7 +15,7 @@ from coserve.devices.cpu_threads import worthwhile_threads
 from coserve.devices.job_messages import ReadContributions, WriteCheckpoint
 from coserve.devices.loading import open_device
 from coserve.devices.messages import Command, OpenGrammar, OpenVersion, Reply, SetVocabulary
-from coserve.devices.parent_death import end_with_parent
+from coserve.sandbox.parent_death import end_with_parent
 from coserve.devices.process_memory import bound_compiled_products, keep_freed_memory
 from coserve.devices.settings import DeviceSettings
 from coserve.devices.step_messages import StepBatch, StepResult

@@ -28,7 +28,7 @@ from typing import NoReturn
 
 import msgspec
 
-from coserve.devices.parent_death import end_with_parent
+from coserve.sandbox.parent_death import end_with_parent
 from coserve.errors import CoserveError
 from coserve.home import home_environment
 from coserve.worker.launch import Launched

@@ -20,7 +20,7 @@ import zmq
 
 from coserve.devices.cpu_threads import worthwhile_threads
 from coserve.devices.kept_profiles import device_name
-from coserve.devices.parent_death import end_with_parent
+from coserve.sandbox.parent_death import end_with_parent
 from coserve.devices.process_memory import bound_compiled_products, give_back_freed_memory, keep_freed_memory
 from coserve.devices.step_messages import StepResult
 from coserve.engine.engine import Engine

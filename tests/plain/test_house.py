@@ -13,7 +13,7 @@ ROOT = Path(coserve.__file__).parent
 ROOMS = [
     *("cli", "bench", "workloads", "client", "cluster", "server", "worker", "jobs", "simulate", "handover"),
     *("engine", "devices"),
-    *("scheduling", "tuning", "memory", "adapters", "models", "graph", "kernels"),
+    *("scheduling", "tuning", "memory", "adapters", "models", "graph", "kernels", "sandbox"),
     *("errors", "settings", "discovery", "home", "logs", "secret_variables", "version"),
 ]
 

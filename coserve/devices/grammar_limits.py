@@ -1,0 +1,179 @@
+"""Depth of grammars after their references are resolved: the compiler recurses once for each level.
+
+These limits answer the usual hostile inputs at once, with a message that names the limit. What passes them is still
+tried in a sandbox, whose stack is the limit that holds.
+"""
+
+import re
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
+
+# Steps from a schema to its deepest part: a reference, or from a schema to one within it. The sandbox's stack holds at
+# least twice as many of each kind.
+MAX_SCHEMA_STEPS = 128
+# Schemas that are merged into one by `allOf`, through all references.
+MAX_MERGED = 2000
+# Rules and terminals from the first rule to the last one that it leads to, and all of them together.
+MAX_RULE_STEPS, MAX_RULES = 192, 4000
+# Groups within groups of a regular expression.
+MAX_GROUPS = 100
+
+_Node = TypeVar("_Node", bound=Hashable)
+# Keywords with one schema, with a list of schemas, and with schemas by name.
+_ONE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "dependentSchemas")
+# In Lark's notation: comments, texts and patterns, which have no names in them; a rule's beginning; a name.
+_LARK_PART = re.compile(
+    r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/"""
+    r"""|(?:^|\n)[ \t]*[?!]?(?P<rule>[A-Za-z_]\w*)[^:\n"/]*:|(?P<name>[A-Za-z_]\w*)"""
+)
+_GBNF_PART = re.compile(
+    r"""\#[^\n]*|"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|(?:^|\n)[ \t]*(?P<rule>[\w-]+)[ \t]*::=|(?P<name>[A-Za-z_][\w-]*)"""
+)
+_REGEX_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|(?P<open>\()|(?P<close>\))", re.DOTALL)
+
+
+def check_schema(schema: dict[str, Any]) -> None:
+    """Reject a JSON schema that is too deep, or merges too much, once its references are resolved; ValueError."""
+    document = _Document(schema)
+    steps = height("", document.parts)
+    if steps > MAX_SCHEMA_STEPS:
+        raise ValueError(
+            f"grammar is a JSON schema of {steps} steps from its root to its deepest part, with its references "
+            f"resolved; {MAX_SCHEMA_STEPS} are allowed"
+        )
+    if (merged := total("", document.merged, most=MAX_MERGED)) > MAX_MERGED:
+        raise ValueError(
+            f"grammar is a JSON schema in which allOf merges more than {MAX_MERGED} schemas into one, with its "
+            "references resolved"
+        )
+    assert merged <= MAX_MERGED
+
+
+def check_rules(text: str, *, is_gbnf: bool) -> None:
+    """Reject a grammar with too many rules, or whose rules lead too far; ValueError."""
+    graph = _rules(text, _GBNF_PART if is_gbnf else _LARK_PART)
+    if len(graph) > MAX_RULES:
+        raise ValueError(f"grammar has {len(graph)} rules and terminals; {MAX_RULES} are allowed")
+    start = "root" if is_gbnf else "start"
+    if (steps := height(start, lambda name: graph.get(name, ()))) > MAX_RULE_STEPS:
+        raise ValueError(
+            f"grammar has a chain of {steps} rules and terminals, each of which needs the next; {MAX_RULE_STEPS} are "
+            "allowed"
+        )
+
+
+def check_pattern(pattern: str) -> None:
+    """Reject a regular expression with too many groups within groups; ValueError."""
+    depth = deepest = 0
+    for part in _REGEX_PART.finditer(pattern):
+        depth += (part.lastgroup == "open") - (part.lastgroup == "close")
+        deepest = max(deepest, depth)
+    if deepest > MAX_GROUPS:
+        raise ValueError(f"grammar is a pattern with {deepest} groups within one another; {MAX_GROUPS} are allowed")
+
+
+def height(root: _Node, parts: Callable[[_Node], Iterable[_Node]]) -> int:
+    """Return the number of steps of the longest way down from a node; a way that meets itself ends there."""
+    heights: dict[_Node, int] = {}
+    way = [(root, iter(parts(root)))]
+    within = {root}
+    lowest = [0]
+    while way:
+        node, rest = way[-1]
+        following = next(rest, None)
+        if following is None:
+            way.pop()
+            within.discard(node)
+            heights[node] = lowest.pop()
+            if lowest:
+                lowest[-1] = max(lowest[-1], heights[node] + 1)
+        elif following in heights:
+            lowest[-1] = max(lowest[-1], heights[following] + 1)
+        elif following not in within:
+            within.add(following)
+            way.append((following, iter(parts(following))))
+            lowest.append(0)
+    return heights[root]
+
+
+def total(root: _Node, parts: Callable[[_Node], Iterable[_Node]], *, most: int) -> int:
+    """Return how many nodes there are on all ways down from a node, counted no further than just above `most`."""
+    number, waiting = 0, [root]
+    while waiting and number <= most:
+        number += 1
+        waiting += parts(waiting.pop())
+    return number
+
+
+class _Document:
+    """A schema and those within it, each named by its JSON pointer."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self._schema = schema
+        self._found: dict[str, Any] = {"": schema}
+
+    def parts(self, pointer: str) -> list[str]:
+        """Return the pointers of the schemas that one is made of."""
+        found = self._at(pointer)
+        if not isinstance(found, dict):
+            return []
+        parts = [f"{pointer}/{name}" for name in _ONE if isinstance(found.get(name), dict)]
+        for name in _LISTS:
+            if isinstance(each := found.get(name), list):
+                parts += [f"{pointer}/{name}/{place}" for place in range(len(each))]
+        for name in _NAMED:
+            if isinstance(each := found.get(name), dict):
+                parts += [f"{pointer}/{name}/{_escaped(key)}" for key in each]
+        for part in parts:
+            if part not in self._found:
+                self._found[part] = _step(self._found[pointer], part[len(pointer) + 1 :])
+        return parts + self._reference(found)
+
+    def merged(self, pointer: str) -> list[str]:
+        """Return the pointers of the schemas that `allOf` and a reference merge into one."""
+        found = self._at(pointer)
+        if not isinstance(found, dict):
+            return []
+        several = found.get("allOf")
+        parts = [f"{pointer}/allOf/{place}" for place in range(len(several))] if isinstance(several, list) else []
+        return parts + self._reference(found)
+
+    def _reference(self, found: dict[str, Any]) -> list[str]:
+        reference = found.get("$ref")
+        return [reference[1:]] if isinstance(reference, str) and reference.startswith("#") else []
+
+    def _at(self, pointer: str) -> Any:
+        if pointer not in self._found:
+            self._found[pointer] = _step(self._schema, pointer[1:]) if pointer else self._schema
+        return self._found[pointer]
+
+
+def _step(value: Any, pointer: str) -> Any:
+    """Return what a JSON pointer leads to; None if there is nothing."""
+    for part in pointer.split("/"):
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict):
+            value = value.get(key)
+        elif isinstance(value, list) and key.isascii() and key.isdigit() and len(key) < 7 and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _rules(text: str, part: re.Pattern[str]) -> dict[str, list[str]]:
+    """Return the names that each rule of a grammar has in it."""
+    graph: dict[str, list[str]] = {}
+    names: list[str] = []
+    for found in part.finditer(text):
+        if rule := found["rule"]:
+            names = graph.setdefault(rule, [])
+        elif found["name"]:
+            names.append(found["name"])
+    return graph

@@ -1,0 +1,225 @@
+"""Runs calls of a task in processes of their own: a crash, an overrun or a leak there costs the one call.
+
+A template process (`template.py`) prepares the task once and forks a process for each call, which shares the prepared
+state and starts within milliseconds. It inherits no open files and only those environment variables that Python
+needs. It starts with the first call, and again after it has died; `rest` ends it until the next call.
+"""
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import msgspec
+
+import coserve
+from coserve.errors import SandboxError
+from coserve.sandbox.task import Ended, Failure, Limits, Task, task_name
+from coserve.sandbox.template import LENGTH, OUT_OF_MEMORY
+
+_log = logging.getLogger(__name__)
+
+# Environment variables that the processes get: what the interpreter and the dynamic linker need, and no secrets.
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
+# Seconds by which an answer may come after the limit of its call: preparing the task, and a busy machine.
+_GRACE_S = 60.0
+_MAX_REPLY_BYTES = 64 << 20
+_MESSAGES: dict[Failure, str] = {
+    "crashed": "it crashed the process that ran it",
+    "memory": "it needs more than the {memory_mb} MB of memory that it may have",
+    "time": "it takes more than the {cpu_s} s of computing that it may have",
+    "late": "it was not done within {wall_s:.0f} s",
+}
+
+
+class Sandbox:
+    """A task's sandbox. Calls may come from several threads at once; each gets a process of its own."""
+
+    def __init__(self, task: type[Task], setup: Any, limits: Limits | None = None) -> None:
+        """Start nothing yet. setup: what the task is made with."""
+        self._task, self._limits = task, limits or Limits()
+        self._setup = msgspec.msgpack.encode(setup)
+        self._template: _Template | None = None
+        self._lock = Lock()
+        self._num_calls = 0  # under way
+
+    @property
+    def pid(self) -> int | None:
+        """The template's process, if there is one."""
+        return None if self._template is None else self._template.pid
+
+    def run(self, call: Any) -> Any:
+        """Run one call, and return its reply; SandboxError if it has none. Blocks."""
+        sent = msgspec.msgpack.encode(call)
+        with self._lock:
+            self._num_calls += 1
+        try:
+            return self._reply(sent)
+        finally:
+            with self._lock:
+                self._num_calls -= 1
+
+    def _reply(self, sent: bytes) -> Any:
+        for is_last in (False, True):
+            template = self._running_template()
+            outcome = template.call(sent, self._limits.wall_s + _GRACE_S)
+            if outcome is not None:
+                return self._read(*outcome)
+            self._replace(template)
+            if is_last:
+                raise self._error("late", "the template process has ended")
+        raise AssertionError
+
+    def rest(self) -> None:
+        """End the template unless calls are under way; the next call starts another one."""
+        with self._lock:
+            if self._num_calls or self._template is None:
+                return
+            template, self._template = self._template, None
+        template.close()
+
+    def close(self) -> None:
+        """End all processes; calls under way fail."""
+        with self._lock:
+            template, self._template = self._template, None
+        if template is not None:
+            template.close()
+
+    def _running_template(self) -> "_Template":
+        with self._lock:
+            if self._template is None:
+                self._template = _Template(self._task, self._setup, self._limits)
+            return self._template
+
+    def _replace(self, ended: "_Template") -> None:
+        with self._lock:
+            if self._template is ended:
+                self._template = None
+        ended.close()
+
+    def _read(self, reply: bytes, ended: Ended) -> Any:
+        if ended.status == 0:
+            return msgspec.msgpack.decode(reply, type=self._task.reply_type)
+        raise self._error(self._failure(ended), ended.stderr)
+
+    def _failure(self, ended: Ended) -> Failure:
+        if ended.status in (-signal.SIGXCPU, -signal.SIGKILL):
+            # Beside its hard limit of time, the kernel kills a process so where the machine has no memory.
+            return "time" if ended.status == -signal.SIGXCPU else "memory"
+        if ended.status == -signal.SIGALRM:
+            return "late"
+        # As Rust and C++ say it before they abort.
+        no_memory = "memory allocation of" in ended.stderr or "bad_alloc" in ended.stderr
+        return "memory" if no_memory or ended.status == OUT_OF_MEMORY else "crashed"
+
+    def _error(self, failure: Failure, reason: str) -> SandboxError:
+        limits = self._limits
+        message = _MESSAGES[failure].format(
+            memory_mb=limits.memory_bytes >> 20, cpu_s=limits.cpu_s, wall_s=limits.wall_s
+        )
+        level = logging.WARNING if failure == "crashed" else logging.DEBUG
+        _log.log(
+            level, "a call of %s has no result: %s (%s)", self._task.__name__, message, " ".join(reason.split())[-300:]
+        )
+        return SandboxError(message, failure=failure)
+
+
+class _Template:
+    """The template's process, as the one that started it sees it."""
+
+    def __init__(self, task: type[Task], setup: bytes, limits: Limits) -> None:
+        self._control, theirs = socket.socketpair()
+        name, bounds = task_name(task), msgspec.json.encode(limits).decode()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "coserve.sandbox.template", str(theirs.fileno()), name, bounds],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=_environment(),
+                cwd="/",
+            )
+        self._lock = Lock()
+        with suppress(OSError):  # a call finds out
+            self._control.sendall(LENGTH.pack(len(setup)) + setup)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def call(self, sent: bytes, limit_s: float) -> tuple[bytes, Ended] | None:
+        """Return a call's reply and how its process ended; None if the template has ended, or does not answer."""
+        until_s = time.monotonic() + limit_s
+        data, theirs = socket.socketpair()
+        report, written = os.pipe()
+        try:
+            with data:
+                try:
+                    with theirs, self._lock:
+                        socket.send_fds(self._control, [b"c"], [theirs.fileno(), written])
+                finally:
+                    os.close(written)
+                reply = _exchanged(data, sent, until_s)
+            ended = _read_until(report, until_s)
+        except (OSError, TimeoutError):
+            return None
+        finally:
+            os.close(report)
+        return (reply, msgspec.msgpack.decode(ended, type=Ended)) if ended else None
+
+    def close(self) -> None:
+        """End it, and its children with it."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _exchanged(data: socket.socket, sent: bytes, until_s: float) -> bytes:
+    """Send a call, and return what comes back until the other end is closed; TimeoutError."""
+    data.setblocking(False)
+    with suppress(BrokenPipeError, ConnectionResetError):
+        rest = memoryview(sent)
+        while rest:
+            _wait_for(data.fileno(), select.POLLOUT, until_s)
+            rest = rest[data.send(rest) :]
+        data.shutdown(socket.SHUT_WR)
+    return _read_until(data.fileno(), until_s)
+
+
+def _read_until(file: int, until_s: float) -> bytes:
+    """Return all that comes until the other end is closed; TimeoutError."""
+    found = bytearray()
+    while True:
+        _wait_for(file, select.POLLIN, until_s)
+        try:
+            some = os.read(file, 1 << 20)
+        except ConnectionResetError:
+            return bytes(found)
+        found += some
+        if not some:
+            return bytes(found)
+        if len(found) > _MAX_REPLY_BYTES:
+            raise TimeoutError("the reply does not end")
+
+
+def _wait_for(file: int, event: int, until_s: float) -> None:
+    poll = select.poll()
+    poll.register(file, event)
+    left_ms = max(0.0, until_s - time.monotonic()) * 1e3
+    if not poll.poll(left_ms):
+        raise TimeoutError
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of the processes; they find this package where this process has it."""
+    kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    found = [str(Path(coserve.__file__).parents[1]), *filter(None, sys.path)]
+    return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(found))}

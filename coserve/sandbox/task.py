@@ -1,0 +1,60 @@
+"""The interface between a sandbox and the code that runs in it: a task, and the limits of each of its calls."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+
+class Task(ABC):
+    """A function on plain data that keeps prepared state.
+
+    A sandbox imports the class by its module and name, makes one instance, and forks a process for each call: every
+    call finds the state as `__init__` left it. The module must not import torch, since each sandbox imports it anew.
+    """
+
+    # Types of the data that goes in and comes out, for msgspec.
+    setup_type: ClassVar[Any]
+    call_type: ClassVar[Any]
+    reply_type: ClassVar[Any]
+
+    @abstractmethod
+    def __init__(self, setup: Any) -> None:
+        """Prepare what every call needs; setup is trusted, and is not limited."""
+
+    @abstractmethod
+    def run(self, call: Any) -> Any:
+        """Do one call in a process of its own; what it raises is a failure of the sandbox ("crashed")."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of one call."""
+
+    # Bytes that the call may allocate beside what the prepared task has.
+    memory_bytes: int = 512 << 20
+    # Bytes of the stack of the thread that runs the call.
+    stack_bytes: int = 1 << 20
+    # Seconds of computing, in whole seconds, which is what the kernel counts them in.
+    cpu_s: int = 5
+    # Seconds by the clock, for calls that wait or that a busy machine holds up.
+    wall_s: float = 30.0
+
+
+Failure = Literal["crashed", "memory", "time", "late"]
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """The exit of a call's process, as the template tells it."""
+
+    # As of `os.waitstatus_to_exitcode`: the negative number of the signal that ended it.
+    status: int
+    # The end of its standard error.
+    stderr: str
+    peak_bytes: int
+
+
+def task_name(task: type[Task]) -> str:
+    """Return the name by which a sandbox's process imports a task."""
+    return f"{task.__module__}:{task.__qualname__}"
