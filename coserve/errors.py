@@ -14,6 +14,7 @@ CoserveError
 ├── DataError           training data that cannot be used
 │   └── NothingToTrainError     a record that is read, and of which nothing is left to train on
 ├── RequestError        a request that cannot be served as it was asked
+│   └── GrammarMemoryError      its grammar finds no room now beside those of other requests
 ├── LimitError          more than a tenant may have, or more than it may have now
 ├── JobError            a fine-tuning job that cannot be run as it was asked, or that is not there
 │   └── JobOverError            the engine does not have the job: it has ended there, or never was
@@ -86,6 +87,10 @@ class NothingToTrainError(DataError):
 
 class RequestError(CoserveError):
     """A request that cannot be served as it was asked."""
+
+
+class GrammarMemoryError(RequestError):
+    """A request whose compiled grammar finds no room now beside those of requests under way."""
 
 
 class LimitError(CoserveError):

@@ -36,14 +36,14 @@ class Obedient(Task):
         callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
         used = 0
 
-        @callback
-        def deeper(left: Any, right: Any) -> int:
+        def compare(left: Any, right: Any) -> int:
             nonlocal used
             used += 1
             if used * 200 < number:
                 library.qsort((ctypes.c_int * 2)(2, 1), 2, 4, deeper)
             return 0
 
+        deeper = callback(compare)
         library.qsort((ctypes.c_int * 2)(2, 1), 2, 4, deeper)
 
     def allocate(self, number: int) -> Any:

@@ -19,6 +19,7 @@ import torch
 from forked import ForkedCommand
 from openai import OpenAI
 from peft import LoraConfig, get_peft_model
+from processes import children_of, is_sandbox
 from support import random_weights_
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -80,9 +81,10 @@ def model_directory() -> Path:
 
 
 def _child_of(pid: int) -> int:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    """Return the only child that is no sandbox."""
+    children = [child for child in children_of(pid) if not is_sandbox(child)]
     assert len(children) == 1, children
-    return int(children[0])
+    return children[0]
 
 
 class Served:
@@ -144,6 +146,10 @@ class Served:
     def fork_server_pid(self) -> int:
         """Of the process that forks engines."""
         return _child_of(self.process.pid)
+
+    def sandbox_pid(self) -> int | None:
+        """Return the process in which the server tries grammars, if there is one now."""
+        return next((child for child in children_of(self.process.pid) if is_sandbox(child)), None)
 
     def engine_pid(self) -> int:
         """Of the engine's process."""

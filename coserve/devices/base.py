@@ -16,8 +16,8 @@ class Device(Protocol):
     """A model on a device. Commands and steps are done in the order in which they come.
 
     At most one step is under way: `collect` comes after every `submit`. `execute` may be called only while no step is
-    under way, except for `OpenVersion`, `WriteCheckpoint`, `ReadContributions`, `SetVocabulary` and `OpenGrammar`,
-    which may come at any time from any thread.
+    under way, except for `OpenVersion`, `WriteCheckpoint`, `ReadContributions`, `SetVocabulary`, `OpenGrammar` and
+    `CloseGrammar`, which may come at any time from any thread.
 
     A caller can be interrupted (Ctrl-C) in any of these. Then the step is forgotten: its result is never handed out,
     and the next `submit` begins another. Whether a command was done is not known; those that close and drop may come

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from coserve.devices.grammar_limits import check_pattern, check_rules, check_schema
+from coserve.devices.one_of import with_any_of
+
 GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
 _KINDS = ("json_schema", "regex", "lark", "gbnf")
 # Characters of one: what takes longer to read than the step loop and the server's loop can share a core with it.
@@ -22,20 +25,21 @@ _MAX_DEPTH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """A language that output is a text of, from its first token to its last; ValueError says what is wrong with it.
-
-    text: a JSON schema as JSON; a regular expression as Rust has them (no look-around), of the whole output; a grammar
-    in Lark's notation with a rule `start`, as https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
-    describes it, or in llama.cpp's GBNF with a rule `root`. is_lenient: of a JSON schema, whether keywords that cannot
-    be enforced are passed over; otherwise they are refused by name. after: any text comes first, up to where this one
-    has come, as reasoning does up to its end. begun_by: that text begins with this one, and may be left out.
-    """
+    """A language that output is a text of, from its first token to its last; ValueError says what is wrong with it."""
 
     kind: GrammarKind
+    # A JSON schema as JSON; a regular expression as Rust has them (no look-around), of the whole output; a grammar in
+    # Lark's notation with a rule `start`, as https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+    # describes it, or in llama.cpp's GBNF with a rule `root`.
     text: str
+    # Whether keywords of a JSON schema that cannot be enforced are ignored; otherwise they are refused by name.
     is_lenient: bool = field(default=False)
+    # Any text comes first, up to where this one has come, as reasoning does up to its end.
     after: str = ""
+    # The text before `after` begins with this one, and may be left out as a whole.
     begun_by: str = ""
+    # Bytes that the compiled grammar takes, as measured in a sandbox that it has passed; 0: not tried there yet.
+    num_bytes: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS or not isinstance(self.text, str):
@@ -50,6 +54,9 @@ class Grammar:
             raise ValueError(f"grammar must be a JSON schema, an object, not {json.dumps(schema)[:100]}")
         if _depth(schema) > _MAX_DEPTH:
             raise ValueError(f"grammar is a JSON schema nested more than {_MAX_DEPTH} deep")
+        check_schema(schema)
+        if not is_lenient:
+            schema = with_any_of(schema)
         return cls(kind="json_schema", text=json.dumps(schema), is_lenient=is_lenient)
 
     @classmethod
@@ -60,6 +67,7 @@ class Grammar:
     @classmethod
     def regex(cls, pattern: str) -> Self:
         """A text that the pattern matches as a whole."""
+        check_pattern(pattern)
         return cls(kind="regex", text=pattern)
 
     @classmethod
@@ -72,7 +80,9 @@ class Grammar:
     @classmethod
     def notation(cls, text: str) -> Self:
         """A grammar as clients write them: GBNF where rules are defined by `::=`, otherwise Lark's notation."""
-        return cls(kind="gbnf" if "::=" in text else "lark", text=text)
+        is_gbnf = "::=" in text
+        check_rules(text, is_gbnf=is_gbnf)
+        return cls(kind="gbnf" if is_gbnf else "lark", text=text)
 
     @classmethod
     def tagged(cls, tags: Sequence["Tag"], *, separator: str = "", at_least: int = 1, at_most: int | None = 1) -> Self:

@@ -5,7 +5,7 @@ tried in a sandbox, whose stack is the limit that holds.
 """
 
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, TypeVar
 
 # Steps from a schema to its deepest part: a reference, or from a schema to one within it. The sandbox's stack holds at
@@ -29,7 +29,8 @@ _LARK_PART = re.compile(
     r"""|(?:^|\n)[ \t]*[?!]?(?P<rule>[A-Za-z_]\w*)[^:\n"/]*:|(?P<name>[A-Za-z_]\w*)"""
 )
 _GBNF_PART = re.compile(
-    r"""\#[^\n]*|"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|(?:^|\n)[ \t]*(?P<rule>[\w-]+)[ \t]*::=|(?P<name>[A-Za-z_][\w-]*)"""
+    r"""\#[^\n]*|"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]"""
+    r"""|(?:^|\n)[ \t]*(?P<rule>[\w-]+)[ \t]*::=|(?P<name>[A-Za-z_][\w-]*)"""
 )
 _REGEX_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|(?P<open>\()|(?P<close>\))", re.DOTALL)
 
@@ -43,12 +44,11 @@ def check_schema(schema: dict[str, Any]) -> None:
             f"grammar is a JSON schema of {steps} steps from its root to its deepest part, with its references "
             f"resolved; {MAX_SCHEMA_STEPS} are allowed"
         )
-    if (merged := total("", document.merged, most=MAX_MERGED)) > MAX_MERGED:
+    if total("", document.merged) > MAX_MERGED:
         raise ValueError(
             f"grammar is a JSON schema in which allOf merges more than {MAX_MERGED} schemas into one, with its "
             "references resolved"
         )
-    assert merged <= MAX_MERGED
 
 
 def check_rules(text: str, *, is_gbnf: bool) -> None:
@@ -76,35 +76,35 @@ def check_pattern(pattern: str) -> None:
 
 def height(root: _Node, parts: Callable[[_Node], Iterable[_Node]]) -> int:
     """Return the number of steps of the longest way down from a node; a way that meets itself ends there."""
-    heights: dict[_Node, int] = {}
-    way = [(root, iter(parts(root)))]
+    return _folded(root, parts, lambda heights: 1 + max(heights, default=-1))
+
+
+def total(root: _Node, parts: Callable[[_Node], Iterable[_Node]]) -> int:
+    """Return how many nodes there are on all ways down from a node; a way that meets itself ends there."""
+    return _folded(root, parts, lambda totals: 1 + sum(totals))
+
+
+def _folded(root: _Node, parts: Callable[[_Node], Iterable[_Node]], combine: Callable[[list[int]], int]) -> int:
+    """Return a node's value, made of those of its parts; without recursion."""
+    values: dict[_Node, int] = {}
+    # Nodes whose parts are being gone through, each with those that are left and the values so far.
+    way: list[tuple[_Node, Iterator[_Node], list[int]]] = [(root, iter(parts(root)), [])]
     within = {root}
-    lowest = [0]
     while way:
-        node, rest = way[-1]
+        node, rest, found = way[-1]
         following = next(rest, None)
         if following is None:
             way.pop()
             within.discard(node)
-            heights[node] = lowest.pop()
-            if lowest:
-                lowest[-1] = max(lowest[-1], heights[node] + 1)
-        elif following in heights:
-            lowest[-1] = max(lowest[-1], heights[following] + 1)
+            values[node] = combine(found)
+            if way:
+                way[-1][2].append(values[node])
+        elif following in values:
+            found.append(values[following])
         elif following not in within:
             within.add(following)
-            way.append((following, iter(parts(following))))
-            lowest.append(0)
-    return heights[root]
-
-
-def total(root: _Node, parts: Callable[[_Node], Iterable[_Node]], *, most: int) -> int:
-    """Return how many nodes there are on all ways down from a node, counted no further than just above `most`."""
-    number, waiting = 0, [root]
-    while waiting and number <= most:
-        number += 1
-        waiting += parts(waiting.pop())
-    return number
+            way.append((following, iter(parts(following)), []))
+    return values[root]
 
 
 class _Document:

@@ -1,9 +1,9 @@
 """Grammars as masks of a vocabulary: which tokens may come next, so that the output stays a text of the grammar.
 
 llguidance computes them (https://github.com/guidance-ai/llguidance): a lexer of derivatives below an Earley parser,
-walked over a trie of the vocabulary. It compiles little ahead, counts its work, and ends with an error where a grammar
-asks for too much: no schema can hold a thread for long, so that none needs to be killed. It lets go of Python's lock
-meanwhile.
+walked over a trie of the vocabulary. It counts its work, and ends with an error where a grammar asks for too much. But
+it recurses over the parts of a grammar, so that deep ones overflow the stack: a grammar is tried in a sandbox first
+(`grammar_check.py`). It releases Python's lock meanwhile.
 
 The device chooses tokens, so it has the matchers: a mask is needed where logits are, and is computed there
 while the forward pass runs. The engine sends a request's grammar with `OpenRequest`, and the tokens so far with it, as
@@ -12,14 +12,14 @@ recorded. Nothing here needs torch.
 """
 
 import json
-from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from coserve.devices.allocated import allocated_bytes
 from coserve.devices.grammar import WHITE_SPACE, Grammar, text_before
 from coserve.errors import RequestError
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-# Compiled grammars that are kept for the next request, and their characters together: large ones take more memory.
-_NUM_KEPT, _KEPT_CHARACTERS = 256, 1 << 20
 # Of llguidance's own units of work; about a second for the first, some hundredths for the others.
 _COMPILE_FUEL, _STEP_FUEL, _STEP_ITEMS, _MAX_STATES = 500_000, 200_000, 50_000, 20_000
 # How far a grammar is followed before it is accepted: what is too much for a step shows mostly in its first ones.
@@ -52,7 +50,7 @@ class GrammarCompiler:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         """RequestError if llguidance is not installed."""
-        self._library = _library()
+        self._library = library()
         self.vocabulary = vocabulary
         self._tokenizer: LLTokenizer = _tokenizer(self._library, vocabulary)
         self._special = {vocabulary.pieces[token].decode(errors="replace"): token for token in vocabulary.special}
@@ -65,20 +63,32 @@ class GrammarCompiler:
         )
 
     def compile(self, grammar: Grammar) -> "LLMatcher":
-        """A matcher at its beginning; RequestError if the grammar is wrong, too large, or allows no text."""
-        try:
-            return self._compiled(grammar)
-        except (RequestError, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # what its Rust panics of is no Exception
-            raise RequestError(f"the grammar cannot be used: {_one_line(str(error))}") from None
+        """Return a matcher at its beginning; RequestError if the grammar is wrong, too large, or allows no text.
 
-    def _compiled(self, grammar: Grammar) -> "LLMatcher":
+        Deep grammars overflow the stack, which ends the process: only what has passed in a sandbox may be compiled in a
+        process that others need.
+        """
+        with _errors():
+            matcher = self._built(grammar)
+            self._follow(matcher.deep_copy())
+            return matcher
+
+    def measure(self, grammar: Grammar) -> int:
+        """Return the bytes that a grammar takes when it is compiled and has been followed for some tokens; errors as of
+        `compile`. To be called where no other thread allocates.
+        """
+        before = allocated_bytes()
+        with _errors():
+            matcher = self._built(grammar)
+            followed = matcher.deep_copy()
+            self._follow(followed)
+            return max(1, allocated_bytes() - before)
+
+    def _built(self, grammar: Grammar) -> "LLMatcher":
         matcher: LLMatcher = self._library.LLMatcher(
             self._tokenizer, self._source(grammar), log_level=0, limits=self._limits
         )
         _check(matcher)
-        self._try(matcher.deep_copy())
         return matcher
 
     def _source(self, grammar: Grammar) -> str:
@@ -108,8 +118,8 @@ class GrammarCompiler:
             return matcher.grammar_from_lark(grammar.text)
         return matcher.grammar_from_lark(_lark_of(grammar.text))
 
-    def _try(self, matcher: "LLMatcher") -> None:
-        """Follow it for some tokens."""
+    def _follow(self, matcher: "LLMatcher") -> None:
+        """Take some tokens; RequestError if there is none to begin with, or too much work to do."""
         ends = self.vocabulary.ends
         for place in range(_NUM_TRIED):
             mask = matcher.compute_bitmask()
@@ -128,9 +138,7 @@ class GrammarCompiler:
 class Matcher:
     """One sequence on its way through a grammar; its next mask is computed as soon as its last token is known."""
 
-    def __init__(
-        self, matcher: "LLMatcher", num_tokens: int, thread: ThreadPoolExecutor, output: Sequence[int]
-    ) -> None:
+    def __init__(self, matcher: "LLMatcher", num_tokens: int, thread: Executor, output: Sequence[int]) -> None:
         """num_tokens: of the vocabulary. output: the tokens so far."""
         self._matcher, self._num_tokens, self._thread = matcher, num_tokens, thread
         self.has_ended = False  # nothing may follow any more
@@ -167,54 +175,19 @@ class Matcher:
             self._mask = self._thread.submit(self._matcher.compute_bitmask)
 
 
-class Grammars:
-    """Of a device: its vocabulary, and the grammars that it has compiled last."""
-
-    def __init__(self) -> None:
-        self._compiler: GrammarCompiler | None = None
-        self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._lock = Lock()
-        # Computes masks; one, since forward passes use the other cores.
-        self._thread = ThreadPoolExecutor(1, "masks")
-
-    def use(self, vocabulary: Vocabulary) -> None:
-        """See `SetVocabulary`."""
-        if self._compiler is None or self._compiler.vocabulary != vocabulary:
-            compiler = GrammarCompiler(vocabulary)
-            with self._lock:
-                self._compiler = compiler
-                self._kept.clear()
-
-    def open(self, grammar: Grammar) -> None:
-        """See `OpenGrammar`."""
-        self._compiled(grammar)
-
-    def matcher(self, grammar: Grammar, output: Sequence[int]) -> Matcher:
-        """For a sequence with these tokens."""
-        compiled = self._compiled(grammar)
-        assert self._compiler is not None
-        return Matcher(compiled.deep_copy(), len(self._compiler.vocabulary.pieces), self._thread, output)
-
-    def close(self) -> None:
-        """End its thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _compiled(self, grammar: Grammar) -> "LLMatcher":
-        with self._lock:
-            compiler = self._compiler
-            assert compiler is not None, "no vocabulary was set"
-            if (found := self._kept.get(grammar)) is not None:
-                self._kept.move_to_end(grammar)
-                return found
-        compiled = compiler.compile(grammar)
-        with self._lock:
-            self._kept[grammar] = compiled
-            while len(self._kept) > _NUM_KEPT or sum(len(each.text) for each in self._kept) > _KEPT_CHARACTERS:
-                self._kept.popitem(last=False)
-        return compiled
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Turn all that the compiler raises into RequestError."""
+    try:
+        yield
+    except (RequestError, KeyboardInterrupt, MemoryError):
+        raise
+    except BaseException as error:  # panics of its Rust code are no Exception
+        raise RequestError(f"the grammar cannot be used: {_one_line(str(error))}") from None
 
 
-def _library() -> Any:
+def library() -> Any:
+    """Return llguidance; RequestError if it is not installed."""
     try:
         import llguidance
     except ImportError:

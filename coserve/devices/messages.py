@@ -128,7 +128,16 @@ class SetVocabulary(msgspec.Struct, tag=True, frozen=True):
 
 
 class OpenGrammar(msgspec.Struct, tag=True, frozen=True):
-    """Compile a grammar, so that no step has to; some are kept. RequestError if it cannot be used.
+    """Compile a grammar, and keep it for requests. Reply: `GrammarOpened`. RequestError if it cannot be used.
+
+    May come from any thread, and is done beside steps.
+    """
+
+    grammar: Grammar
+
+
+class CloseGrammar(msgspec.Struct, tag=True, frozen=True):
+    """Forget a compiled grammar; those who follow it keep it. No error if it was not open.
 
     May come from any thread, and is done beside steps.
     """
@@ -186,6 +195,7 @@ Command = (
     | SwapInTensors
     | SetVocabulary
     | OpenGrammar
+    | CloseGrammar
     | OpenVersion
     | SaveAdapter
     | DropVersion
@@ -229,4 +239,11 @@ class DeviceMeasured(msgspec.Struct, tag=True, frozen=True):
     """What was measured; None until the last piece has run."""
 
 
-Reply = VersionOpened | TrainerOpened | DeviceMeasured | None
+class GrammarOpened(msgspec.Struct, tag=True, frozen=True):
+    """The reply to `OpenGrammar`."""
+
+    # Bytes that the compiled grammar takes, as measured in a sandbox.
+    num_bytes: int
+
+
+Reply = VersionOpened | TrainerOpened | DeviceMeasured | GrammarOpened | None

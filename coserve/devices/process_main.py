@@ -14,17 +14,17 @@ import torch
 from coserve.devices.cpu_threads import worthwhile_threads
 from coserve.devices.job_messages import ReadContributions, WriteCheckpoint
 from coserve.devices.loading import open_device
-from coserve.devices.messages import Command, OpenGrammar, OpenVersion, Reply, SetVocabulary
-from coserve.sandbox.parent_death import end_with_parent
+from coserve.devices.messages import CloseGrammar, Command, OpenGrammar, OpenVersion, Reply, SetVocabulary
 from coserve.devices.process_memory import bound_compiled_products, keep_freed_memory
 from coserve.devices.settings import DeviceSettings
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.torch_device import TorchDevice
 from coserve.devices.wire import Call, Connection, Done, LoadingProgress, Started, ToDevice, raised
+from coserve.sandbox.parent_death import end_with_parent
 
 _log = logging.getLogger(__name__)
 
-_BESIDE_STEPS = (OpenVersion, WriteCheckpoint, ReadContributions, SetVocabulary, OpenGrammar)
+_BESIDE_STEPS = (OpenVersion, WriteCheckpoint, ReadContributions, SetVocabulary, OpenGrammar, CloseGrammar)
 
 
 def main(descriptor: int) -> None:

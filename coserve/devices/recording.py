@@ -19,14 +19,23 @@ from msgspec.structs import replace
 
 from coserve.devices.base import Clock, Device
 from coserve.devices.job_messages import DropCheckpoint, WriteCheckpoint
-from coserve.devices.messages import Command, ExportPages, ImportPages, OpenGrammar, Reply, SaveAdapter, SetVocabulary
+from coserve.devices.messages import (
+    CloseGrammar,
+    Command,
+    ExportPages,
+    ImportPages,
+    OpenGrammar,
+    Reply,
+    SaveAdapter,
+    SetVocabulary,
+)
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.wire import Raised, raised
 
 _LENGTH = struct.Struct("<Q")
 _encode = msgspec.msgpack.Encoder().encode
 
-_TRACELESS = (DropCheckpoint, ExportPages, SaveAdapter, WriteCheckpoint, SetVocabulary, OpenGrammar)
+_TRACELESS = (DropCheckpoint, ExportPages, SaveAdapter, WriteCheckpoint, SetVocabulary, OpenGrammar, CloseGrammar)
 
 
 class ClockRead(msgspec.Struct, tag=True, frozen=True):

@@ -12,7 +12,16 @@ from msgspec.structs import asdict, replace
 
 from coserve.devices.base import Clock, Device
 from coserve.devices.job_messages import OpenTrainer
-from coserve.devices.messages import Command, DeviceInfo, ImportPages, OpenGrammar, OpenVersion, Reply, SetVocabulary
+from coserve.devices.messages import (
+    CloseGrammar,
+    Command,
+    DeviceInfo,
+    ImportPages,
+    OpenGrammar,
+    OpenVersion,
+    Reply,
+    SetVocabulary,
+)
 from coserve.devices.recording import ClockRead, Collected, Executed, Submitted, leaves_a_trace, with_trace
 from coserve.devices.step_messages import PackSums, StepBatch, StepResult
 from coserve.errors import DataError
@@ -79,7 +88,7 @@ class ReplayDevice:
         self._runs: StepBatch | None = None
 
     def execute(self, command: Command) -> Reply:
-        if isinstance(command, SetVocabulary | OpenGrammar):
+        if isinstance(command, SetVocabulary | OpenGrammar | CloseGrammar):
             return self._other.execute(command)
         if not leaves_a_trace(command):
             return None

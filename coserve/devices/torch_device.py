@@ -40,11 +40,13 @@ from coserve.devices.job_messages import (
     WriteCheckpoint,
 )
 from coserve.devices.messages import (
+    CloseGrammar,
     CloseRequest,
     Command,
     DeviceMeasured,
     DropVersion,
     ExportPages,
+    GrammarOpened,
     ImportPages,
     MeasureDevice,
     OpenGrammar,
@@ -136,7 +138,8 @@ class TorchDevice:
             SwapOutTensors: self._swap_out_tensors,
             SwapInTensors: self._swap_in_tensors,
             SetVocabulary: lambda command: self._requests.grammars.use(command.vocabulary),
-            OpenGrammar: lambda command: self._requests.grammars.open(command.grammar),
+            OpenGrammar: lambda command: GrammarOpened(self._requests.grammars.open(command.grammar)),
+            CloseGrammar: lambda command: self._requests.grammars.close(command.grammar),
             OpenVersion: self._open_version,
             SaveAdapter: lambda command: save_adapter(self._versions[command.version], command.directory),
             DropVersion: self._drop_version,
@@ -196,7 +199,7 @@ class TorchDevice:
         if self._sides is not None:
             self._sides.close()
         self._others.close()
-        self._requests.grammars.close()
+        self._requests.grammars.shutdown()
 
     # -- commands -------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from coserve.adapters.base import Adapter
+from coserve.devices.device_grammars import DeviceGrammars
 from coserve.devices.grammar import CANNOT_FOLLOW
-from coserve.devices.matching import Grammars, Matcher
+from coserve.devices.matching import Matcher
 from coserve.devices.messages import OpenRequest
 from coserve.devices.readout import Pending, Readout
 from coserve.devices.sampling import SampledParams, SamplingRow, TokenCounts, sample
@@ -33,7 +34,7 @@ SAMPLING = "sampling"
 class RequestHandle:
     """What a device keeps of a request; pages: its page table."""
 
-    def __init__(self, command: OpenRequest, grammars: Grammars) -> None:
+    def __init__(self, command: OpenRequest, grammars: DeviceGrammars) -> None:
         self.params, self.seed, self.version = command.params, command.seed, command.version
         self.pages = array("q", command.pages)
         self.counts: TokenCounts | None = None
@@ -120,7 +121,7 @@ class TorchRequests:
         # Those of the last step; the same requests decode step after step, until one comes or goes.
         self._rows: _Rows | None = None
         self._samplers: _Samplers | None = None
-        self.grammars = Grammars()
+        self.grammars = DeviceGrammars()
 
     def open(self, command: OpenRequest) -> None:
         self._handles[command.request] = RequestHandle(command, self.grammars)

@@ -75,7 +75,7 @@ class EngineCore:
         self.requests, self.adapters, self.jobs = parts.requests, parts.adapters, parts.jobs
         self.pages, self.swap, self.counters = parts.pages, parts.swap, parts.counters
         self.loop, self.outbox, self.calibration = parts.loop, parts.outbox, parts.calibration
-        self._serving, self._handed, self._grammars = parts.serving, parts.handed, parts.grammars
+        self._serving, self._handed, self.grammars = parts.serving, parts.handed, parts.grammars
         self._numbers = count()
 
     # -- questions --------------------------------------------------------------------
@@ -144,7 +144,7 @@ class EngineCore:
     @property
     def vocabulary(self) -> Vocabulary | None:
         """What tokens stand for, once that is known."""
-        return self._grammars.vocabulary
+        return self.grammars.vocabulary
 
     @property
     def has_requests(self) -> bool:
@@ -223,7 +223,7 @@ class EngineCore:
         """What tokens stand for, before the first request with a grammar; see `Vocabulary`. RequestError if the device
         has no library for grammars.
         """
-        self._grammars.use_vocabulary(pieces, special)
+        self.grammars.use_vocabulary(pieces, special)
 
     def cancel(self, request: str) -> bool:
         """End a request at once; its last chunks come with the next step. Returns whether it was there."""

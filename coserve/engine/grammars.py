@@ -1,24 +1,69 @@
-"""Grammars of requests: the device compiles them, and must know before the first one what tokens stand for."""
+"""Grammars of requests: which of them the device keeps compiled, counted in bytes.
 
-from collections.abc import Callable, Sequence
+A grammar is compiled ahead of its request, held while the request is under way, and kept for the next one as far as
+there is room: for all tenants, and for each of them. `rest` gives back all but a little.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Lock
 
 from coserve.devices.base import Device
 from coserve.devices.grammar import Grammar
 from coserve.devices.matching import Vocabulary
-from coserve.devices.messages import OpenGrammar, SetVocabulary
-from coserve.errors import RequestError
+from coserve.devices.messages import CloseGrammar, GrammarOpened, OpenGrammar, SetVocabulary
+from coserve.errors import CoserveError, GrammarMemoryError, RequestError
 
 # Makes the pieces and the special tokens of a `Vocabulary`.
 FindPieces = Callable[[], tuple[Sequence[bytes], Sequence[int]]]
 
+# Bytes of compiled grammars of all tenants, and of each; what stays while there is no work.
+MAX_BYTES, MAX_TENANT_BYTES, REST_BYTES = 256 << 20, 128 << 20, 16 << 20
+
+
+@dataclass(kw_only=True)
+class _Compiled:
+    """A grammar that the device has."""
+
+    num_bytes: int
+    # Whose request it was compiled for last: it counts as that tenant's.
+    tenant: str
+    # Requests under way that follow it.
+    requests: set[str] = field(default_factory=set)
+
 
 class Grammars:
-    """On one device. vocabulary: what tokens stand for, once that is known."""
+    """The compiled grammars of one device. `prepare` may be called from any thread."""
 
     def __init__(self, device: Device, end_tokens: frozenset[int], find_pieces: FindPieces | None) -> None:
         """find_pieces: asked with the first grammar, unless somebody has told; None if there is no tokenizer to ask."""
         self._device, self._end_tokens, self._find_pieces = device, end_tokens, find_pieces
         self.vocabulary: Vocabulary | None = None
+        self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()  # the one that was used last is last
+        self._of_request: dict[str, Grammar] = {}
+        self._lock = Lock()
+
+    # -- questions --------------------------------------------------------------------
+
+    def __contains__(self, grammar: Grammar) -> bool:
+        return grammar in self._compiled
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all compiled grammars."""
+        return sum(self.num_bytes_by_tenant().values())
+
+    def num_bytes_by_tenant(self) -> Mapping[str, int]:
+        """Return the bytes of compiled grammars by tenant."""
+        with self._lock:
+            return self._by_tenant()
+
+    # -- verbs ------------------------------------------------------------------------
 
     def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
         """See `EngineCore.use_vocabulary`."""
@@ -26,10 +71,97 @@ class Grammars:
         self._device.execute(SetVocabulary(vocabulary))
         self.vocabulary = vocabulary
 
-    def open(self, grammar: Grammar) -> None:
-        """Have it compiled; RequestError if it cannot be used."""
+    def prepare(self, grammar: Grammar, tenant: str) -> None:
+        """Have a grammar compiled and counted, so that no step has to wait for it.
+
+        Raises:
+            RequestError: it cannot be used. GrammarMemoryError: grammars under way take all that there is room for.
+        """
+        with self._lock:
+            if (known := self._compiled.get(grammar)) is not None:
+                known.tenant = tenant
+                self._compiled.move_to_end(grammar)
+                return
+        opened = self._device.execute(OpenGrammar(grammar))
+        assert isinstance(opened, GrammarOpened)
+        with self._lock:
+            self._compiled[grammar] = _Compiled(num_bytes=opened.num_bytes, tenant=tenant)
+            evicted = self._evicted(MAX_BYTES, MAX_TENANT_BYTES, kept=grammar)
+            too_much = self._excess(tenant)
+            if too_much:
+                del self._compiled[grammar]
+                evicted.append(grammar)
+        self._close(evicted)
+        if too_much:
+            raise GrammarMemoryError(f"{too_much}; try again when some of them are done")
+
+    def open(self, request: str, grammar: Grammar, tenant: str) -> None:
+        """Hold a grammar for a request that follows it; errors as of `prepare`."""
         if self.vocabulary is None:
             if self._find_pieces is None:
                 raise RequestError("a grammar needs a tokenizer, and this model has none")
             self.use_vocabulary(*self._find_pieces())
-        self._device.execute(OpenGrammar(grammar))
+        self.prepare(grammar, tenant)
+        with self._lock:
+            self._compiled[grammar].requests.add(request)
+            self._of_request[request] = grammar
+
+    def close(self, request: str) -> None:
+        """A request is over; no error if it followed no grammar."""
+        if self._of_request:
+            with self._lock:
+                if (grammar := self._of_request.pop(request, None)) is not None:
+                    self._compiled[grammar].requests.discard(request)
+
+    def rest(self) -> bool:
+        """Give back all but a little, as no request is under way now; returns whether there was anything to give."""
+        with self._lock:
+            for each in self._compiled.values():
+                each.requests.clear()  # of a request whose opening was interrupted
+            self._of_request.clear()
+            evicted = self._evicted(REST_BYTES, REST_BYTES)
+        self._close(evicted)
+        return bool(evicted)
+
+    # -- bounds -----------------------------------------------------------------------
+
+    def _by_tenant(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for each in self._compiled.values():
+            found[each.tenant] += each.num_bytes
+        return found
+
+    def _evicted(self, most: int, most_of_tenant: int, kept: Grammar | None = None) -> list[Grammar]:
+        """Forget grammars that no request follows, the longest unused first, until the others are within bounds."""
+        evicted = []
+        by_tenant = self._by_tenant()
+        free = [grammar for grammar, each in self._compiled.items() if not each.requests and grammar != kept]
+        for grammar in free:
+            tenant = self._compiled[grammar].tenant
+            # Room for all comes from the tenant that has most.
+            is_due = by_tenant[tenant] > most_of_tenant or (
+                by_tenant.total() > most and by_tenant[tenant] == max(by_tenant.values())
+            )
+            if is_due:
+                by_tenant[tenant] -= self._compiled.pop(grammar).num_bytes
+                evicted.append(grammar)
+        for grammar in free:
+            if by_tenant.total() > most and grammar in self._compiled:
+                each = self._compiled.pop(grammar)
+                by_tenant[each.tenant] -= each.num_bytes
+                evicted.append(grammar)
+        return evicted
+
+    def _excess(self, tenant: str) -> str:
+        """Return which bound the grammars are beyond that nothing could be evicted for; empty if they are within."""
+        by_tenant = self._by_tenant()
+        if by_tenant[tenant] > MAX_TENANT_BYTES:
+            return f"compiled grammars of this tenant's requests would take more than {MAX_TENANT_BYTES >> 20} MB"
+        if by_tenant.total() > MAX_BYTES:
+            return f"compiled grammars of requests under way would take more than {MAX_BYTES >> 20} MB"
+        return ""
+
+    def _close(self, grammars: Sequence[Grammar]) -> None:
+        for grammar in grammars:
+            with suppress(CoserveError):  # a device that is gone keeps none
+                self._device.execute(CloseGrammar(grammar))

@@ -1,6 +1,6 @@
 """What the engine says about itself: how requests were served, and counts as of now."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coserve.devices.step_messages import StepResult
 from coserve.engine.request import Request
@@ -134,3 +134,6 @@ class EngineStats:
     slack: float = 1.0
     measured_share: float | None = None
     """Share of the device's measurements that are finished, while its profile is provisional; None afterwards."""
+    # Compiled grammars that the device keeps, and their bytes by the tenant whose request used each last.
+    num_grammars: int = 0
+    grammar_bytes_by_tenant: dict[str, int] = field(default_factory=dict)

@@ -86,8 +86,6 @@ class Serving:
             raise RequestError(f"params must be one SamplingParams, for all prompts, not a {kind}")
         if slo is not None and not isinstance(slo, Slo):
             raise RequestError(f"slo must be an Slo, not {shown(slo)}")
-        if params.grammar is not None:
-            self._grammars.open(params.grammar)
         if arrival_s is None:
             arrival_s = self._device.clock.now()
         version = None if adapter is None else self._versions.resolve_served(adapter)
@@ -95,6 +93,8 @@ class Serving:
         check_request(
             prompt, params, self._device.info, has_text=self._text_stream is not None, num_virtual=num_virtual
         )
+        if params.grammar is not None:
+            self._grammars.open(name, params.grammar, tenant)
         base_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         default_slo = self._default_slo.value
         asked_slo = slo or default_slo
@@ -215,5 +215,7 @@ class Serving:
         """A request is over: everything that it holds goes back."""
         if (closed := self._queue.remove(request)) is not None:
             self._send(closed)
+        if request.request not in self._queue:
+            self._grammars.close(request.request)
         if request.version is not None:
             self._versions.release(request.version)

@@ -41,4 +41,6 @@ def take_stats(parts: EngineParts) -> EngineStats:
         num_weight_bytes_copied=jobs.window_use.num_bytes_copied,
         weights_wait_s=jobs.window_use.waited_s,
         num_tasklets_declined=jobs.window_use.num_declined,
+        num_grammars=len(parts.grammars),
+        grammar_bytes_by_tenant=dict(parts.grammars.num_bytes_by_tenant()),
     )

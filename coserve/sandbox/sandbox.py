@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -148,6 +149,8 @@ class _Template:
                 cwd="/",
             )
         self._lock = Lock()
+        # Also for a sandbox that is dropped without being closed.
+        self.close = weakref.finalize(self, _end, self._process, self._control)
         with suppress(OSError):  # a call finds out
             self._control.sendall(LENGTH.pack(len(setup)) + setup)
 
@@ -175,11 +178,12 @@ class _Template:
             os.close(report)
         return (reply, msgspec.msgpack.decode(ended, type=Ended)) if ended else None
 
-    def close(self) -> None:
-        """End it, and its children with it."""
-        self._control.close()
-        self._process.kill()
-        self._process.wait()
+
+def _end(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
+    """End a template, and its children with it."""
+    control.close()
+    process.kill()
+    process.wait()
 
 
 def _exchanged(data: socket.socket, sent: bytes, until_s: float) -> bytes:

@@ -29,7 +29,7 @@ LENGTH = struct.Struct("<Q")
 _STDERR_BYTES = 2000
 # Exit statuses of a call's process.
 DONE, RAISED, OUT_OF_MEMORY = 0, 1, 2
-_NICENESS = 10
+_NICENESS = 5
 
 
 def main() -> NoReturn:

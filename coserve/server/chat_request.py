@@ -26,6 +26,7 @@ from coserve.server.generation import (
     truncated,
 )
 from coserve.server.schemas import ChatBody
+from coserve.server.structured import asked_grammar, grammar_field
 from coserve.server.token_details import TokenDetails
 from coserve.server.tools import Tools, grammar_of_calls, tools_of
 from coserve.worker.protocol import Ready
@@ -113,7 +114,7 @@ async def _generation(
             vocab_size=ready.vocab_size,
             logprobs=logprobs,
             bad_words=await bad_words(body, context.prompts),
-            grammar=await _grammar(body, tools, context, tokens),
+            grammar=await _grammar(body, tools, context, tenant, tokens),
         ),
         slo=slo_of(body, ready.slo),
         arrival_s=arrival_s,
@@ -124,19 +125,18 @@ async def _generation(
     )
 
 
-async def _grammar(body: ChatBody, tools: Tools, context: ServerContext, prompt: Sequence[int]) -> Grammar | None:
-    """What the answer follows, after the reasoning that its prompt has opened, or that it may begin with. One that has
-    to call says nothing else, whatever its content was to be.
+async def _grammar(
+    body: ChatBody, tools: Tools, context: ServerContext, tenant: str, prompt: Sequence[int]
+) -> Grammar | None:
+    """Return what the answer follows, after the reasoning that its prompt has opened, or that it may begin with.
+
+    An answer that has to call tools says nothing else, whatever its content was to be.
     """
-    if tools.must_call:
-        grammar = await grammar_of_calls(body, tools, context)
-    elif (asked := await context.structured.grammar(body)) is not None:
-        grammar = asked
-    else:
+    grammar = grammar_of_calls(body, tools) if tools.must_call else asked_grammar(body)
+    if grammar is None:
         return None
     frame = frame_of(body, prompt, context.prompts)
-    if not frame.inside_reasoning and not frame.may_reason:
-        return grammar
-    grammar = replace(grammar, after=reasoning.END, begun_by="" if frame.inside_reasoning else reasoning.BEGIN)
-    await context.structured.check(grammar, param="tools" if tools.must_call else "response_format")
-    return grammar
+    if frame.inside_reasoning or frame.may_reason:
+        grammar = replace(grammar, after=reasoning.END, begun_by="" if frame.inside_reasoning else reasoning.BEGIN)
+    param = "tools" if tools.must_call else grammar_field(body)
+    return await context.grammar_checks.check(grammar, tenant=tenant, param=param)

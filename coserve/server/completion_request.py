@@ -6,6 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from coserve.devices.grammar import Grammar
 from coserve.devices.step_messages import TokenLogprob
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
@@ -30,6 +31,7 @@ from coserve.server.generation import (
 from coserve.server.prompts import TokenPiece
 from coserve.server.responses import server_sent_event
 from coserve.server.schemas import CompletionBody
+from coserve.server.structured import asked_grammar, grammar_field
 from coserve.server.token_details import TokenDetails
 
 # OpenAI's default.
@@ -116,7 +118,7 @@ async def _generation(
     more: dict[str, Any] = {
         "logprobs": body.logprobs,
         "bad_words": await bad_words(body, context.prompts),
-        "grammar": await context.structured.grammar(body),
+        "grammar": await _grammar(body, context, tenant),
     }
     if body.echo and (body.logprobs is not None or not max_tokens):
         more["prompt_logprobs"] = body.logprobs or 0
@@ -132,6 +134,14 @@ async def _generation(
         adapter=adapter,
         priority=priority_of(body, context, tenant),
     )
+
+
+async def _grammar(body: CompletionBody, context: ServerContext, tenant: str) -> Grammar | None:
+    """Return what the texts must follow, if anything, once it has been tried; ApiError if it cannot be followed."""
+    asked = asked_grammar(body)
+    if asked is None:
+        return None
+    return await context.grammar_checks.check(asked, tenant=tenant, param=grammar_field(body))
 
 
 class CompletionWriter:

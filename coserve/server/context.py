@@ -21,6 +21,7 @@ from coserve.server.background import BackgroundRuns
 from coserve.server.batch_runner import BatchRunner
 from coserve.server.bodies import BodyReader
 from coserve.server.config import ServerConfig
+from coserve.server.grammar_checks import GrammarChecks
 from coserve.server.keys_file import Keys
 from coserve.server.ledger import Entry, Ledger
 from coserve.server.limits import Limits
@@ -30,7 +31,6 @@ from coserve.server.page.examples import Previews
 from coserve.server.prompts import Prompts
 from coserve.server.readiness import Readiness
 from coserve.server.status import StatusBoard
-from coserve.server.structured import StructuredOutput
 from coserve.server.tool_parsers import ToolParser, parser_class, parser_of_template
 from coserve.server.tracing import Tracing
 from coserve.server.waiting import WaitingRequests
@@ -67,7 +67,7 @@ class ServerContext:
         self.board, self.metrics = StatusBoard(self.ledger), Metrics(self.ledger, lambda: self.model_name)
         self.waiting = WaitingRequests(self.config.max_queued_requests)
         self.readiness = Readiness(self.link)
-        self.structured = StructuredOutput(self.prompts, self.link)
+        self.grammar_checks = GrammarChecks(self.prompts, self.link)
         self.previews = Previews(self.prompts)
         for listener in (self.board, self.metrics, self.waiting, self.admission, self.readiness):
             self.link.listen(listener)

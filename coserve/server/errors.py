@@ -10,6 +10,7 @@ from coserve.errors import (
     CoserveError,
     DiskFullError,
     EngineGoneError,
+    GrammarMemoryError,
     LimitError,
     StoreError,
 )
@@ -57,7 +58,7 @@ def not_found(message: str, *, param: str | None = None, code: str | None = None
 
 def as_api_error(error: CoserveError) -> ApiError:
     """One of coserve's own errors, as a client sees it."""
-    if isinstance(error, EngineGoneError):
+    if isinstance(error, EngineGoneError | GrammarMemoryError):
         return ApiError(str(error), status=503, kind="server_error", headers={"Retry-After": "2"})
     if isinstance(error, AdapterTooLargeError):
         return ApiError(str(error), status=503, kind="server_error")

@@ -155,7 +155,7 @@ def server_context(config: ServerConfig, link: EngineAccess) -> ServerContext:
 async def close_context(context: ServerContext) -> None:
     """End its threads; what has been traced is sent."""
     context.prompts.close()
-    context.structured.close()
+    context.grammar_checks.close()
     context.bodies.close()
     if context.tracing is not None:
         await asyncio.to_thread(context.tracing.close)

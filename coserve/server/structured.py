@@ -1,139 +1,28 @@
-"""Structured output: from what a body asks for to a grammar that is known to compile.
+"""Structured output: from what a body asks for to a grammar that has passed the sandbox."""
 
-Each grammar is tried here before the engine hears of it, on threads of its own, a few at once: a schema
-that asks for too much is answered with an error, and holds up neither this loop nor the engine's.
-"""
-
-import asyncio
 import json
-from collections import OrderedDict
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from coserve.devices.grammar import Grammar, Tag
-from coserve.devices.matching import GrammarCompiler, Vocabulary
-from coserve.errors import RequestError
 from coserve.server.errors import ApiError
-from coserve.server.prompts import Prompts
 from coserve.server.schemas import ResponseFormat, SamplingBody, StructuredOutputs
-from coserve.server.texts import check_texts
-from coserve.worker.access import EngineAccess
-
-# Grammars that are compiled at once; those that may be waiting or under way; those whose outcome is remembered.
-_NUM_THREADS, _MOST_WAITING, _NUM_REMEMBERED = 2, 64, 1024
-# What does not compile within this is refused; the compiler's own limits are reached earlier on most machines.
-_COMPILE_S = 10.0
 # Keywords of a JSON schema that map names to schemas.
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 # A pattern that no white space matches: JSON without any.
 _NO_WHITE_SPACE = "[ ]{0}"
 
 
-class StructuredOutput:
-    """Belongs to the event loop."""
-
-    def __init__(self, prompts: Prompts, link: EngineAccess) -> None:
-        self._prompts, self._link = prompts, link
-        self._threads, self._free = ThreadPoolExecutor(_NUM_THREADS, "grammars"), asyncio.Semaphore(_NUM_THREADS)
-        self._compiler: asyncio.Task[GrammarCompiler] | None = None
-        self._outcomes: OrderedDict[Grammar, str | None] = OrderedDict()  # what is wrong with each
-        self._trying: dict[Grammar, asyncio.Task[None]] = {}
-
-    async def grammar(self, body: SamplingBody) -> Grammar | None:
-        """What the output must follow, if anything; ApiError if it cannot be followed."""
-        try:
-            found = _asked(body)
-        except ValueError as error:
-            raise ApiError(str(error), param=_name(body)) from None
-        if found is not None:
-            await self.check(found, param=_name(body))
-        return found
-
-    async def check(self, grammar: Grammar, *, param: str) -> None:
-        """Compile it, and see that the engine knows what tokens stand for; ApiError for a grammar that cannot be used.
-
-        param: the field of the body that it comes from.
-        """
-        check_texts(grammar.text, param=param)
-        try:
-            compiler = await self._compiler_of_model()
-        except RequestError as error:
-            raise ApiError(str(error), param=param, code="unsupported_parameter") from None
-        if grammar not in self._outcomes:
-            await self._tried(grammar, compiler)
-        if (wrong := self._outcomes[grammar]) is not None:
-            raise ApiError(wrong, param=param)
-        self._outcomes.move_to_end(grammar)
-        self._link.use_vocabulary(compiler.vocabulary.pieces, compiler.vocabulary.special)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _tried(self, grammar: Grammar, compiler: GrammarCompiler) -> None:
-        """Its outcome is known after this; requests that bring the same grammar meanwhile wait for the same."""
-        if grammar not in self._trying:
-            if len(self._trying) >= _MOST_WAITING:
-                raise _busy()
-            self._trying[grammar] = asyncio.ensure_future(self._try(grammar, compiler))
-        await asyncio.shield(self._trying[grammar])
-
-    async def _try(self, grammar: Grammar, compiler: GrammarCompiler) -> None:
-        try:
-            try:
-                await asyncio.wait_for(self._free.acquire(), _COMPILE_S)
-            except TimeoutError:
-                raise _busy() from None
-            loop = asyncio.get_running_loop()
-            working = self._threads.submit(_wrong_with, compiler, grammar)
-            # Not before it has ended, although nobody may wait for it any longer.
-            working.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free.release))
-            try:
-                outcome = await asyncio.wait_for(asyncio.wrap_future(working), _COMPILE_S)
-            except TimeoutError:
-                outcome = f"the grammar takes longer than {_COMPILE_S:.0f} s to compile; make it smaller"
-            self._outcomes[grammar] = outcome
-            while len(self._outcomes) > _NUM_REMEMBERED:
-                self._outcomes.popitem(last=False)
-        finally:
-            del self._trying[grammar]
-
-    async def _compiler_of_model(self) -> GrammarCompiler:
-        """Made for the first grammar, on a thread; RequestError without a tokenizer, or the library."""
-        if self._compiler is None:
-            self._compiler = asyncio.ensure_future(self._make_compiler())
-        try:
-            return await asyncio.shield(self._compiler)
-        except RequestError:
-            self._compiler = None
-            raise
-
-    async def _make_compiler(self) -> GrammarCompiler:
-        pieces, special = await self._prompts.vocabulary(self._link.require_ready().vocab_size)
-        vocabulary = Vocabulary(pieces, special, ())
-        return await asyncio.get_running_loop().run_in_executor(self._threads, GrammarCompiler, vocabulary)
-
-
-def _busy() -> ApiError:
-    return ApiError(
-        "too many grammars are being compiled; try again in a few seconds",
-        status=503,
-        kind="server_error",
-        headers={"Retry-After": "2"},
-    )
-
-
-def _wrong_with(compiler: GrammarCompiler, grammar: Grammar) -> str | None:
+def asked_grammar(body: SamplingBody) -> Grammar | None:
+    """Return what the output must follow, if anything; ApiError if it is not a grammar."""
     try:
-        compiler.compile(grammar)
-    except RequestError as error:
-        return str(error)
-    return None
+        return _asked(body)
+    except ValueError as error:
+        raise ApiError(str(error), param=grammar_field(body)) from None
 
 
-def _name(body: SamplingBody) -> str:
-    """The field that says what the output must follow."""
+def grammar_field(body: SamplingBody) -> str:
+    """Return the field that says what the output must follow."""
     names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
     return next((name for name in names if getattr(body, name) is not None), "response_format")
 

@@ -80,14 +80,12 @@ def tools_of(body: ChatBody, context: ServerContext) -> Tools:
     return Tools(shown=tuple(body.tools), parser=parser, parallel=parallel, must_call=must_call)
 
 
-async def grammar_of_calls(body: ChatBody, tools: Tools, context: ServerContext) -> Grammar:
-    """What the calls that `tools` asks for follow; ApiError for a schema that cannot be followed."""
+def grammar_of_calls(body: ChatBody, tools: Tools) -> Grammar:
+    """Return what the calls that `tools` asks for follow; ApiError for a schema that is wrong."""
     try:
-        grammar = tools.grammar(is_one=isinstance(body.tool_choice, dict))
+        return tools.grammar(is_one=isinstance(body.tool_choice, dict))
     except ValueError as error:
         raise ApiError(str(error), param="tools") from None
-    await context.structured.check(grammar, param="tools")
-    return grammar
 
 
 def _choice(body: ChatBody) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.adapters.peft_directory import adapter_config, read_config
 from coserve.devices.counting import device_info, trainer_opened
+from coserve.devices.device_grammars import DeviceGrammars
 from coserve.devices.job_messages import (
     BeginPack,
     CloseTrainer,
@@ -28,12 +29,14 @@ from coserve.devices.job_messages import (
     TrainerOpened,
     WriteCheckpoint,
 )
-from coserve.devices.matching import Grammars, Matcher
+from coserve.devices.matching import Matcher
 from coserve.devices.messages import (
+    CloseGrammar,
     CloseRequest,
     Command,
     DropVersion,
     ExportPages,
+    GrammarOpened,
     ImportPages,
     OpenGrammar,
     OpenRequest,
@@ -100,7 +103,7 @@ class ModelledDevice:
         self.fail_next: StepFailure | None = None
         self._backbone, self._latency = backbone, latency or LatencyModel(profile)
         self._requests: dict[str, OpenRequest] = {}
-        self._grammars, self._matchers = Grammars(), dict[str, Matcher]()
+        self._grammars, self._matchers = DeviceGrammars(), dict[str, Matcher]()
         self._versions: dict[str, AdapterConfig] = {}
         self._num_bypasses: dict[str, int] = {}
         self._trainers: dict[str, ModelledTrainer] = {}
@@ -120,7 +123,8 @@ class ModelledDevice:
             SwapOutTensors: self._copy_tensors,
             SwapInTensors: self._copy_tensors,
             SetVocabulary: lambda command: self._grammars.use(command.vocabulary),
-            OpenGrammar: lambda command: self._grammars.open(command.grammar),
+            OpenGrammar: lambda command: GrammarOpened(self._grammars.open(command.grammar)),
+            CloseGrammar: lambda command: self._grammars.close(command.grammar),
             OpenVersion: self._open_version,
             DropVersion: self._drop_version,
             OpenTrainer: self._open_trainer,
@@ -159,7 +163,7 @@ class ModelledDevice:
 
     def close(self) -> None:
         """Nothing but the thread of its masks is to be let go of."""
-        self._grammars.close()
+        self._grammars.shutdown()
 
     # -- commands -------------------------------------------------------------------
 

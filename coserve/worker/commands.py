@@ -1,14 +1,12 @@
 """What the server commands, done by the engine: at once, or when the files that a command needs have been read."""
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from coserve.devices.grammar import Grammar
 from coserve.devices.matching import Vocabulary
-from coserve.devices.messages import OpenGrammar, SetVocabulary
+from coserve.devices.messages import SetVocabulary
 from coserve.engine.engine import Engine
 from coserve.errors import AdapterError, CoserveError
 from coserve.handover.base import Alone, HandoverEnd
@@ -32,8 +30,6 @@ from coserve.worker.protocol import (
 _log = logging.getLogger(__name__)
 
 _VOCABULARY = "vocabulary"
-# Grammars that the device has surely kept: it keeps more.
-_NUM_OPENED = 32
 
 
 class Commands:
@@ -54,7 +50,6 @@ class Commands:
         self._handover = handover or Alone()
         self._activity = activity or Activity(None)
         self._queue = CommandQueue()
-        self._opened: deque[Grammar] = deque(maxlen=_NUM_OPENED)
 
     @property
     def is_waiting(self) -> bool:
@@ -114,7 +109,7 @@ class Commands:
 
     def _with_grammar(self, command: AddRequest) -> None:
         """A thread has the device compile it first."""
-        grammar, device = command.params.grammar, self._engine.device
+        grammar, engine = command.params.grammar, self._engine
         assert grammar is not None
 
         def add(read: Callable[[], Any]) -> None:
@@ -123,15 +118,14 @@ class Commands:
             except CoserveError as error:
                 self._send(Refused(command.id, str(error), type(error).__name__))
             else:
-                self._opened.append(grammar)
                 self._take_request(command)
 
         def compiling() -> Callable[[], Any] | None:
-            is_ready = self._engine.vocabulary is None or grammar in self._opened
-            return None if is_ready else lambda: device.execute(OpenGrammar(grammar))
+            is_ready = engine.vocabulary is None or grammar in engine.grammars
+            return None if is_ready else lambda: engine.grammars.prepare(grammar, command.tenant)
 
         # Beside other grammars, but after the vocabulary.
-        key = _VOCABULARY if self._engine.vocabulary is None else f"grammar {hash(grammar)}"
+        key = _VOCABULARY if engine.vocabulary is None else f"grammar {hash(grammar)}"
         self._queue.put((key,), add, prepare=compiling, label=command.id)
 
     def _add(self, command: AddRequest, read: Callable[[], Any]) -> None:

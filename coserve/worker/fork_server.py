@@ -28,9 +28,9 @@ from typing import NoReturn
 
 import msgspec
 
-from coserve.sandbox.parent_death import end_with_parent
 from coserve.errors import CoserveError
 from coserve.home import home_environment
+from coserve.sandbox.parent_death import end_with_parent
 from coserve.worker.launch import Launched
 
 _MOST_BYTES = 1 << 16

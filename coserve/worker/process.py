@@ -20,7 +20,6 @@ import zmq
 
 from coserve.devices.cpu_threads import worthwhile_threads
 from coserve.devices.kept_profiles import device_name
-from coserve.sandbox.parent_death import end_with_parent
 from coserve.devices.process_memory import bound_compiled_products, give_back_freed_memory, keep_freed_memory
 from coserve.devices.step_messages import StepResult
 from coserve.engine.engine import Engine
@@ -35,6 +34,7 @@ from coserve.home import home_directory
 from coserve.jobs.remote_files import shared_files
 from coserve.jobs.shared_files import SharedFiles
 from coserve.logs import configure_logs
+from coserve.sandbox.parent_death import end_with_parent
 from coserve.worker.activity import Activity, WatchedDevice
 from coserve.worker.commands import Commands
 from coserve.worker.handover import open_handover
@@ -68,6 +68,8 @@ _NO_PLAN_WAIT_MS = 10
 _FILES_WAIT_MS = 10
 # When there is nothing at all: threads may still have let go of copies, which the device is to be told.
 _IDLE_WAIT_MS = 1000
+# After this long without work, what is kept for requests to come is given back.
+_REST_S = 5.0
 # Reports that may wait for a server that is busy, before the engine does.
 _MOST_WAITING_REPORTS = 10_000
 _LINGER_MS = 2000
@@ -98,6 +100,7 @@ class EngineProcess:
         self._reported_s = 0.0
         self._unreported = True
         self._running = True
+        self._busy_s = time.monotonic()  # when there was work last
         self._has_freed = False  # what the system may have back when there is no work
 
     def run(self) -> None:
@@ -131,6 +134,9 @@ class EngineProcess:
             wait_ms = _FILES_WAIT_MS if waits_for_files else _IDLE_WAIT_MS
             if (measures_in_s := self._refinement.wait_s) is not None:
                 wait_ms = min(wait_ms, int(1e3 * measures_in_s))
+            is_at_rest = not waits_for_files and time.monotonic() - self._busy_s > _REST_S
+            if is_at_rest and self._engine.grammars.rest():
+                self._has_freed = self._unreported = True
             if self._has_freed and not waits_for_files:
                 give_back_freed_memory()
                 self._has_freed = False
@@ -181,7 +187,7 @@ class EngineProcess:
     def _step(self) -> None:
         start_s = time.monotonic()
         events = self._handover.take(self._engine.step())
-        end_s = time.monotonic()
+        end_s = self._busy_s = time.monotonic()
         self._unreported = True
         result = self._engine.last_result
         if result is not None and result.failure is None:

@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from processes import children_of, is_sandbox
+
 # What makes Python's time of day settable; the monotonic clock cannot jump, here as anywhere.
 _CLOCK = Path(__file__).with_name("clock")
 _START_S, _END_S = 120.0, 90.0
@@ -117,6 +119,10 @@ class StormServer:
         """Of the process that forks engines."""
         return _only_child(self.pid)
 
+    def sandbox_pid(self) -> int | None:
+        """Return the process in which the server tries grammars, if there is one now."""
+        return next((child for child in children_of(self.pid) if is_sandbox(child)), None)
+
     def engine_pid(self) -> int | None:
         """Of the engine, if there is one now."""
         forks = self.fork_server_pid()
@@ -149,20 +155,14 @@ def _is_alive(pid: int) -> bool:
     return False
 
 
-def _children(pid: int) -> list[int]:
-    with suppress(OSError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
-
-
 def _only_child(pid: int) -> int | None:
-    children = [child for child in _children(pid) if _is_alive(child)]
+    children = [child for child in children_of(pid) if _is_alive(child) and not is_sandbox(child)]
     return children[-1] if children else None
 
 
 def _descendants(pid: int) -> Iterator[int]:
     yield pid
-    for child in _children(pid):
+    for child in children_of(pid):
         yield from _descendants(child)
 
 

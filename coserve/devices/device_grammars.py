@@ -1,0 +1,80 @@
+"""The compiled grammars of a device. The engine says which are kept: it opens and closes them."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from coserve.devices.deep_threads import deep_threads
+from coserve.devices.grammar import Grammar
+from coserve.devices.grammar_check import GrammarChecker
+from coserve.devices.matching import GrammarCompiler, Matcher, Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+# Grammars that are compiled at once.
+_NUM_COMPILING = 2
+
+
+class DeviceGrammars:
+    """Compiles each grammar once, on threads with a large stack, and no grammar that has not passed a sandbox."""
+
+    def __init__(self) -> None:
+        self._compiler: GrammarCompiler | None = None
+        self._checker: GrammarChecker | None = None
+        # By grammar: the compiled form, and its bytes.
+        self._compiled: dict[Grammar, tuple[LLMatcher, int]] = {}
+        self._lock = Lock()
+        self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
+
+    def use(self, vocabulary: Vocabulary) -> None:
+        """See `SetVocabulary`."""
+        if self._compiler is None or self._compiler.vocabulary != vocabulary:
+            compiler = GrammarCompiler(vocabulary)
+            with self._lock:
+                before, self._checker = self._checker, GrammarChecker(vocabulary)
+                self._compiler = compiler
+                self._compiled.clear()
+                if self._threads is None:
+                    # One computes masks, since forward passes use the other cores.
+                    self._threads = deep_threads(1, "masks"), deep_threads(_NUM_COMPILING, "grammars")
+            if before is not None:
+                before.close()
+
+    def open(self, grammar: Grammar) -> int:
+        """See `OpenGrammar`; returns the bytes that it takes."""
+        return self._opened(grammar)[1]
+
+    def close(self, grammar: Grammar) -> None:
+        """See `CloseGrammar`."""
+        with self._lock:
+            self._compiled.pop(grammar, None)
+            checker = None if self._compiled else self._checker
+        if checker is not None:
+            checker.rest()
+
+    def matcher(self, grammar: Grammar, output: Sequence[int]) -> Matcher:
+        """Return a matcher for a sequence with these tokens."""
+        compiled, _ = self._opened(grammar)
+        assert self._compiler is not None and self._threads is not None
+        return Matcher(compiled.deep_copy(), len(self._compiler.vocabulary.pieces), self._threads[0], output)
+
+    def shutdown(self) -> None:
+        """End the threads and the sandbox."""
+        for threads in self._threads or ():
+            threads.shutdown(wait=False, cancel_futures=True)
+        if self._checker is not None:
+            self._checker.close()
+
+    def _opened(self, grammar: Grammar) -> "tuple[LLMatcher, int]":
+        with self._lock:
+            compiler, checker = self._compiler, self._checker
+            assert compiler is not None and checker is not None and self._threads is not None, "no vocabulary was set"
+            _, compiling = self._threads
+            if (found := self._compiled.get(grammar)) is not None:
+                return found
+        num_bytes = grammar.num_bytes or checker.measure(grammar)
+        compiled = compiling.submit(compiler.compile, grammar).result()
+        with self._lock:
+            return self._compiled.setdefault(grammar, (compiled, num_bytes))

@@ -1,0 +1,234 @@
+"""`oneOf` in JSON schemas: the compiler of grammars has `anyOf` alone, which is the same where branches cannot overlap.
+
+Branches cannot overlap where their types, values, bounds or lengths differ, where both have a property with values that
+differ and one requires it, or where one requires a property that the other does not allow.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from typing import Any
+
+# Comparisons of two schemas for one document, and steps down into them: what needs more is taken to overlap.
+_MAX_COMPARISONS, _MAX_STEPS = 20_000, 24
+_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+# Pairs of bounds, by the type that they bound.
+_BOUNDS = {
+    "string": (("minLength", "maxLength"),),
+    "array": (("minItems", "maxItems"),),
+    "object": (("minProperties", "maxProperties"),),
+}
+# Keywords whose values are data, and those with schemas by name.
+_DATA = ("const", "enum", "default", "examples")
+_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_Schema = Mapping[str, Any]
+
+
+def with_any_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with `anyOf` in the place of each `oneOf`; ValueError names branches that may overlap."""
+    branches = _Branches(schema)
+    found: dict[str, Any] = branches.rewritten(schema, "#")
+    return found
+
+
+class _Branches:
+    """Compares branches within one document."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._document, self._num_comparisons = document, 0
+
+    def rewritten(self, value: Any, where: str, *, is_map: bool = False) -> Any:
+        """Return a schema, or a list or (is_map) a mapping of some, without `oneOf`."""
+        if isinstance(value, list):
+            return [self.rewritten(each, f"{where}/{place}") for place, each in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        if not is_map and isinstance(branches := value.get("oneOf"), list):
+            self._check(branches, value, where)
+            value = _renamed(value)
+        found = {}
+        for name, each in value.items():
+            is_data = not is_map and name in _DATA
+            within_map = not is_map and name in _MAPS
+            found[name] = each if is_data else self.rewritten(each, f"{where}/{name}", is_map=within_map)
+        return found
+
+    def _check(self, branches: list[Any], holder: _Schema, where: str) -> None:
+        for (first, one), (second, other) in combinations(enumerate(branches), 2):
+            if not self.are_disjoint(_within(holder, self._resolved(one)), _within(holder, self._resolved(other)), 0):
+                raise ValueError(
+                    f"grammar has a oneOf at {where} whose branches {first} and {second} may both match a value: write "
+                    "anyOf, or make them differ by type, or by the const of a property that both require"
+                )
+
+    def are_disjoint(self, one: Any, other: Any, steps: int) -> bool:
+        """Return whether it is sure that no value matches both."""
+        self._num_comparisons += 1
+        if steps > _MAX_STEPS or self._num_comparisons > _MAX_COMPARISONS:
+            return False
+        one, other = self._resolved(one), self._resolved(other)
+        if one is False or other is False:
+            return True
+        if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+            return False
+        return (
+            self._parts_are_disjoint(one, other, steps + 1)
+            or self._parts_are_disjoint(other, one, steps + 1)
+            or self._values_are_disjoint(one, other)
+        )
+
+    def _parts_are_disjoint(self, one: _Schema, other: _Schema, steps: int) -> bool:
+        """Return whether each alternative of the first, or one of the parts that it merges, is apart from the other."""
+        for name in ("anyOf", "oneOf"):
+            parts = one.get(name)
+            if isinstance(parts, list) and parts and all(self.are_disjoint(part, other, steps) for part in parts):
+                return True
+        merged = one.get("allOf")
+        if isinstance(merged, list) and any(self.are_disjoint(part, other, steps) for part in merged):
+            return True
+        types = _types(one) & _types(other)
+        return types == {"object"} and self._objects_are_disjoint(one, other, steps)
+
+    def _objects_are_disjoint(self, one: _Schema, other: _Schema, steps: int) -> bool:
+        """Return whether a property that the first requires sets it apart from the other."""
+        required, here, there = _names(one.get("required")), _mapping(one, "properties"), _mapping(other, "properties")
+        is_closed = other.get("additionalProperties") is False and not other.get("patternProperties")
+        for name in required:
+            if name not in there:
+                if is_closed:
+                    return True
+            elif name in here and self.are_disjoint(here[name], there[name], steps):
+                return True
+        return False
+
+    def _values_are_disjoint(self, one: _Schema, other: _Schema) -> bool:
+        values, others = _values(one), _values(other)
+        if values is not None and others is not None:
+            return not any(_equal(value, each) for value in values for each in others)
+        if values is not None:
+            return not any(_may_match(value, other) for value in values)
+        if others is not None:
+            return not any(_may_match(value, one) for value in others)
+        return all(_bounds_exclude(kind, one, other) for kind in _types(one) & _types(other))
+
+    def _resolved(self, schema: Any) -> Any:
+        """Return what a reference leads to, unless there is more beside it."""
+        for _ in range(_MAX_STEPS):
+            if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
+                return schema
+            found = _at(self._document, reference)
+            beside = {name: value for name, value in schema.items() if name != "$ref"}
+            schema = {"allOf": [found, beside]} if beside.keys() & {"type", "properties", "const", "enum"} else found
+        return {}
+
+
+def _renamed(schema: dict[str, Any]) -> dict[str, Any]:
+    if "anyOf" not in schema:
+        return {("anyOf" if name == "oneOf" else name): value for name, value in schema.items()}
+    rest = {name: value for name, value in schema.items() if name not in ("oneOf", "allOf")}
+    merged = schema.get("allOf")
+    return {**rest, "allOf": [*(merged if isinstance(merged, list) else []), {"anyOf": schema["oneOf"]}]}
+
+
+def _within(holder: _Schema, branch: Any) -> Any:
+    """Return a branch with what the schema that has it says of all branches."""
+    if not isinstance(branch, Mapping):
+        return branch
+    found = dict(branch)
+    if "type" in holder:
+        found.setdefault("type", holder["type"])
+    if properties := {**_mapping(holder, "properties"), **_mapping(branch, "properties")}:
+        if "additionalProperties" not in branch:
+            found["properties"] = properties
+        found["required"] = [*_names(branch.get("required")), *_names(holder.get("required"))]
+    return found
+
+
+def _at(document: Any, reference: str) -> Any:
+    if not reference.startswith("#"):
+        return {}
+    for part in reference[1:].split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(document, Mapping) and key in document:
+            document = document[key]
+        elif isinstance(document, list) and key.isascii() and key.isdigit() and int(key[:6]) < len(document):
+            document = document[int(key[:6])]
+        else:
+            return {}
+    return document
+
+
+def _types(schema: _Schema) -> frozenset[str]:
+    """Return the types that values may have; an integer is a number, too."""
+    values = _values(schema)
+    if values is not None:
+        return frozenset(kind for value in values for kind in _types_of(value))
+    asked = schema.get("type")
+    names = [asked] if isinstance(asked, str) else asked if isinstance(asked, list) else _TYPES
+    found = {name for name in names if isinstance(name, str)}
+    return frozenset(found | {"integer"} if "number" in found else found)
+
+
+def _types_of(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ("null",)
+    if isinstance(value, bool):
+        return ("boolean",)
+    if isinstance(value, int):
+        return ("number", "integer")
+    if isinstance(value, float):
+        return ("number", "integer") if value.is_integer() else ("number",)
+    return ("string",) if isinstance(value, str) else ("array",) if isinstance(value, list) else ("object",)
+
+
+def _values(schema: _Schema) -> list[Any] | None:
+    """Return the only values that match; None if there are others."""
+    if "const" in schema:
+        return [schema["const"]]
+    found = schema.get("enum")
+    return found if isinstance(found, list) else None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two values may be the same as JSON has it; true and 1 are not."""
+    return isinstance(one, bool) == isinstance(other, bool) and one == other
+
+
+def _may_match(value: Any, schema: _Schema) -> bool:
+    if not set(_types_of(value)) & _types(schema):
+        return False
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        lowest, highest = _range(schema)
+        return lowest <= value <= highest
+    return True
+
+
+def _bounds_exclude(kind: str, one: _Schema, other: _Schema) -> bool:
+    """Return whether no value of a type is within the bounds of both."""
+    if kind in ("integer", "number"):
+        (lowest, highest), (low, high) = _range(one), _range(other)
+        return highest < low or high < lowest
+    return any(
+        _number(first.get(most), float("inf")) < _number(second.get(least), 0)
+        for least, most in _BOUNDS.get(kind, ())
+        for first, second in ((one, other), (other, one))
+    )
+
+
+def _range(schema: _Schema) -> tuple[float, float]:
+    """Return bounds that every number that matches is within; exclusive ones count as inclusive."""
+    lows = [_number(schema.get(name), float("-inf")) for name in ("minimum", "exclusiveMinimum")]
+    highs = [_number(schema.get(name), float("inf")) for name in ("maximum", "exclusiveMaximum")]
+    return max(lows), min(highs)
+
+
+def _number(value: Any, otherwise: float) -> float:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else otherwise
+
+
+def _mapping(schema: _Schema, name: str) -> Mapping[str, Any]:
+    found = schema.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _names(required: Any) -> Iterator[str]:
+    return (name for name in required if isinstance(name, str)) if isinstance(required, list) else iter(())
