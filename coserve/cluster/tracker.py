@@ -1,6 +1,6 @@
 """What a front knows of its nodes: the view that placements see, and the sums that a server shows."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
@@ -97,13 +97,14 @@ class Totals:
             sums[name] -= sum(getattr(self._before[node], name) for node in stats if node in self._before)
         sums |= {name: max(getattr(one, name) for one in whole) for name in _WORST}
         sums |= {name: min(getattr(one, name) for one in whole) for name in _LEAST}
-        owners: dict[str, int] = {}
+        owners, grammars = Counter[str](), Counter[str]()
         for one in whole:
-            for owner, pages in one.num_pages_by_owner.items():
-                owners[owner] = owners.get(owner, 0) + pages
+            owners.update(one.num_pages_by_owner)
+            grammars.update(one.grammar_bytes_by_tenant)
         slowest = max((one.slo for one in whole), key=lambda slo: slo.tpot_s)
         joined = tuple(group for one in whole for group in one.joined_jobs)
-        return replace(whole[0], num_pages_by_owner=owners, slo=slowest, joined_jobs=joined, **sums)
+        sums |= {"num_pages_by_owner": dict(owners), "grammar_bytes_by_tenant": dict(grammars)}
+        return replace(whole[0], slo=slowest, joined_jobs=joined, **sums)
 
 
 def joined_ready(readies: list[Ready]) -> Ready:

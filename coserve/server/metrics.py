@@ -75,6 +75,9 @@ class Metrics:
         )
         self._moved = gauge("moved_pages", "Pages of requests that were copied to others, so that jobs got neighbours.")
         self._host_pages = gauge("host_pages_used", "Pages on the host that are taken, by what made room.")
+        self._grammars = gauge(
+            "grammar_bytes", "Bytes of compiled grammars, by the tenant whose request used each last.", ("tenant",)
+        )
         self._give_back = gauge(
             "give_back_seconds",
             "Give back within: the most that a step has waited lately for pages of others, which went to the host or "
@@ -195,6 +198,9 @@ class Metrics:
         self._moved.set(stats.num_pages_moved)
         self._host_pages.set(stats.num_host_pages_used)
         self._give_back.set(stats.give_back_s)
+        self._grammars.clear()  # of tenants that have none now
+        for tenant, num_bytes in stats.grammar_bytes_by_tenant.items():
+            self._grammars.labels(tenant).set(num_bytes)
         if stats.handover is not None:
             self._handed.labels("whole").set(stats.handover.num_handed_over)
             self._handed.labels("not").set(stats.handover.num_not_handed_over)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from coserve.engine.grammars import MAX_BYTES, MAX_TENANT_BYTES
 from coserve.engine.records import EngineStats, RequestRecord
 from coserve.server.history import Span, TokenHistory
 from coserve.server.ledger import Ledger
@@ -168,6 +169,7 @@ class StatusBoard:
                     "num_swapped_in": stats.num_swapped_in if stats else 0,
                     "give_back_s": stats.give_back_s if stats else 0.0,
                 },
+                "grammars": _grammars(stats, tenant),
             },
             "handover": asdict(stats.handover) if stats and stats.handover else None,
             "steps": {
@@ -221,6 +223,14 @@ def _profile_json(stats: EngineStats | None) -> dict[str, Any]:
         return {"state": None, "measured_share": None}
     share = stats.measured_share
     return {"state": "measured" if share is None else "provisional", "measured_share": share}
+
+
+def _grammars(stats: EngineStats | None, tenant: str | None) -> dict[str, int]:
+    """Return the bytes of compiled grammars: a tenant's own, or (None) those of all."""
+    by_tenant = stats.grammar_bytes_by_tenant if stats else {}
+    if tenant is not None:
+        return {"bytes": by_tenant.get(tenant, 0), "max_bytes": MAX_TENANT_BYTES}
+    return {"bytes": sum(by_tenant.values()), "max_bytes": MAX_BYTES}
 
 
 def _after(entries: "deque[Any]", after: int) -> list[Any]:

@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from crashing_tasks import Obedient
+from processes import children_of, is_alive
 
 from coserve.errors import SandboxError
 from coserve.sandbox.sandbox import Sandbox
@@ -27,12 +27,6 @@ def sandbox() -> Iterator[Sandbox]:
     made = Sandbox(Obedient, "ab", LIMITS)
     yield made
     made.close()
-
-
-def is_alive(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def wait_until_gone(*pids: int) -> None:
@@ -144,12 +138,12 @@ def test_no_process_outlives_the_one_that_started_it():
     ) as process:
         assert process.stdout is not None
         template = int(process.stdout.readline())
-        children = Path(f"/proc/{template}/task/{template}/children")
         until_s = time.monotonic() + 10
-        while not (call := children.read_text().split()) and time.monotonic() < until_s:
+        while not (call := children_of(template)) and time.monotonic() < until_s:
             time.sleep(0.01)
         process.kill()
-    wait_until_gone(template, *map(int, call))
+    assert call
+    wait_until_gone(template, *call)
 
 
 def test_the_template_starts_without_torch():

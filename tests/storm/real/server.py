@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import children_of, is_sandbox
+from processes import children_of, is_alive, is_sandbox
 
 # What makes Python's time of day settable; the monotonic clock cannot jump, here as anywhere.
 _CLOCK = Path(__file__).with_name("clock")
@@ -144,19 +144,13 @@ class StormServer:
 async def until_gone(pids: Sequence[int], limit_s: float) -> list[int]:
     """Those that are still there after that time."""
     until_s = time.monotonic() + limit_s
-    while (there := [pid for pid in pids if _is_alive(pid)]) and time.monotonic() < until_s:
+    while (there := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < until_s:
         await asyncio.sleep(0.05)
     return there
 
 
-def _is_alive(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 def _only_child(pid: int) -> int | None:
-    children = [child for child in children_of(pid) if _is_alive(child) and not is_sandbox(child)]
+    children = [child for child in children_of(pid) if not is_sandbox(child)]
     return children[-1] if children else None
 
 
