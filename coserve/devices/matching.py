@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 # Of llguidance's own units of work; about a second for the first, some hundredths for the others.
-_COMPILE_FUEL, _STEP_FUEL, _STEP_ITEMS, _MAX_STATES = 500_000, 200_000, 50_000, 20_000
+_COMPILE_FUEL, _STEP_FUEL, _STEP_ITEMS = 500_000, 200_000, 50_000
+# States that the lexer of one grammar may have, each of about a kilobyte: schemas have some hundreds.
+_MAX_STATES = 8_000
 # How far a grammar is followed before it is accepted: what is too much for a step shows mostly in its first ones.
 _NUM_TRIED = 24
 _MESSAGE = 300

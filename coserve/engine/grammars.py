@@ -1,7 +1,11 @@
 """Grammars of requests: which of them the device keeps compiled, counted in bytes.
 
 A grammar is compiled ahead of its request, held while the request is under way, and kept for the next one as far as
-there is room: for all tenants, and for each of them. `rest` gives back all but a little.
+there is room: for all tenants, and for each of them. `rest` gives all back.
+
+Its bytes are measured when it is tried in a sandbox. Then it grows with the texts that follow it: its lexer makes
+states as they are needed, and keeps them. That cannot be measured beside other work, so each token counts as the most
+that one was seen to add, up to what all states take.
 """
 
 from collections import Counter, OrderedDict
@@ -19,19 +23,29 @@ from coserve.errors import CoserveError, GrammarMemoryError, RequestError
 # Makes the pieces and the special tokens of a `Vocabulary`.
 FindPieces = Callable[[], tuple[Sequence[bytes], Sequence[int]]]
 
-# Bytes of compiled grammars of all tenants, and of each; what stays while there is no work.
-MAX_BYTES, MAX_TENANT_BYTES, REST_BYTES = 256 << 20, 128 << 20, 16 << 20
+# Bytes of compiled grammars of all tenants, and of each.
+MAX_BYTES, MAX_TENANT_BYTES = 256 << 20, 128 << 20
+# By which one grows with each token that follows it, and as a whole.
+_TOKEN_BYTES, _MAX_GROWTH_BYTES = 21 << 10, 8 << 20
 
 
 @dataclass(kw_only=True)
 class _Compiled:
     """A grammar that the device has."""
 
-    num_bytes: int
+    # As measured.
+    own_bytes: int
     # Whose request it was compiled for last: it counts as that tenant's.
     tenant: str
     # Requests under way that follow it.
     requests: set[str] = field(default_factory=set)
+    # Tokens of requests that followed it and are over.
+    num_tokens: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes as measured, and those by which it may have grown."""
+        return self.own_bytes + min(_MAX_GROWTH_BYTES, self.num_tokens * _TOKEN_BYTES)
 
 
 class Grammars:
@@ -85,7 +99,7 @@ class Grammars:
         opened = self._device.execute(OpenGrammar(grammar))
         assert isinstance(opened, GrammarOpened)
         with self._lock:
-            self._compiled[grammar] = _Compiled(num_bytes=opened.num_bytes, tenant=tenant)
+            self._compiled[grammar] = _Compiled(own_bytes=opened.num_bytes, tenant=tenant)
             evicted = self._evicted(MAX_BYTES, MAX_TENANT_BYTES, kept=grammar)
             too_much = self._excess(tenant)
             if too_much:
@@ -106,20 +120,22 @@ class Grammars:
             self._compiled[grammar].requests.add(request)
             self._of_request[request] = grammar
 
-    def close(self, request: str) -> None:
-        """A request is over; no error if it followed no grammar."""
+    def close(self, request: str, num_tokens: int) -> None:
+        """Let go of the grammar of a request that is over, if it followed one. num_tokens: that it had."""
         if self._of_request:
             with self._lock:
                 if (grammar := self._of_request.pop(request, None)) is not None:
-                    self._compiled[grammar].requests.discard(request)
+                    compiled = self._compiled[grammar]
+                    compiled.requests.discard(request)
+                    compiled.num_tokens += num_tokens
 
     def rest(self) -> bool:
-        """Give back all but a little, as no request is under way now; returns whether there was anything to give."""
+        """Give all back, as no request is under way now; returns whether there was anything to give."""
         with self._lock:
             for each in self._compiled.values():
                 each.requests.clear()  # of a request whose opening was interrupted
             self._of_request.clear()
-            evicted = self._evicted(REST_BYTES, REST_BYTES)
+            evicted = self._evicted(0, 0)
         self._close(evicted)
         return bool(evicted)
 
@@ -154,7 +170,9 @@ class Grammars:
 
     def _excess(self, tenant: str) -> str:
         """Return which bound the grammars are beyond that nothing could be evicted for; empty if they are within."""
-        by_tenant = self._by_tenant()
+        by_tenant: Counter[str] = Counter()
+        for each in self._compiled.values():
+            by_tenant[each.tenant] += each.own_bytes
         if by_tenant[tenant] > MAX_TENANT_BYTES:
             return f"compiled grammars of this tenant's requests would take more than {MAX_TENANT_BYTES >> 20} MB"
         if by_tenant.total() > MAX_BYTES:

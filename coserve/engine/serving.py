@@ -216,6 +216,6 @@ class Serving:
         if (closed := self._queue.remove(request)) is not None:
             self._send(closed)
         if request.request not in self._queue:
-            self._grammars.close(request.request)
+            self._grammars.close(request.request, request.params.n * request.num_output)
         if request.version is not None:
             self._versions.release(request.version)
