@@ -65,7 +65,7 @@ test-clients: setup  ## Real clients, in Python and Node, each in an environment
 # How many calls in all, give or take; .ci/run makes a few hundred of the same.
 CALLS ?= 10000
 fuzz: setup  ## Call every route with right and wrong values; fails on an answer of 500 or more, or on none
-	COSERVE_FUZZ_CALLS=$(CALLS) $(BIN)/python -m pytest --capture=sys tests/server/test_schema.py
+	COSERVE_FUZZ_CALLS=$(CALLS) $(BIN)/python -m pytest --capture=sys tests/server/test_schema.py tests/server/test_grammar_fuzz.py
 
 # Minutes of each kind, and the seed to begin with; the tests run some seconds of the first.
 MINUTES ?= 10

@@ -111,6 +111,34 @@ def test_a_schema_that_is_not_strict_is_followed_as_far_as_it_can_be(client: Ope
         client.chat.completions.create(model="small", messages=MESSAGES, response_format=asked)
 
 
+def test_one_of_is_followed_where_branches_cannot_overlap(client: OpenAI):
+    bounds = {"type": "integer", "minimum": 0, "maximum": 9}
+    branches = [bounds, {"$ref": "#/$defs/L"}]
+    schema = {
+        **{"type": "object", "additionalProperties": False, "required": ["P"]},
+        "properties": {"P": {"oneOf": branches}},
+        "$defs": {"L": {"type": "array", "items": bounds, "minItems": 2, "maxItems": 2}},
+    }
+    answer = client.chat.completions.create(
+        model="small", messages=MESSAGES, max_tokens=250, n=4, seed=1, extra_body={"guided_json": schema}
+    )
+    assert all(jsonschema_rs.is_valid(schema, json.loads(choice.message.content)) for choice in answer.choices)
+    branches[1] = {"type": "number"}
+    with pytest.raises(BadRequestError, match="oneOf at #/properties/P whose branches 0 and 1 may both match"):
+        client.chat.completions.create(model="small", messages=MESSAGES, extra_body={"guided_json": schema})
+
+
+def test_status_counts_the_bytes_of_grammars_until_the_engine_is_at_rest(served: Served):
+    def bytes_of_grammars() -> int:
+        return int(served.get("/v1/status").json()["memory"]["grammars"]["bytes"])
+
+    body = {"model": "small", "prompt": "x", "max_tokens": 3, "guided_regex": "[a-f]{2,50}"}
+    assert served.post("/v1/completions", json=body).status_code == 200
+    served.wait_until(lambda: bytes_of_grammars() > 0)
+    assert 'coserve_grammar_bytes{tenant="' in served.get("/metrics").text
+    served.wait_until(lambda: bytes_of_grammars() == 0)
+
+
 def test_tags_come_where_their_triggers_do(client: OpenAI):
     tag = {"begin": "<f>", "schema": SCHEMA, "end": "</f>"}
     asked: Any = {"type": "structural_tag", "structures": [tag], "triggers": ["<f"]}

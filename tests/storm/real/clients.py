@@ -9,6 +9,7 @@ from contextlib import suppress
 from random import Random
 from typing import Any
 
+from hostile_grammars import OVERFLOWS_SANDBOX
 from storm.real.http import Answer, Request
 from storm.real.world import World
 
@@ -74,6 +75,38 @@ async def health(world: World) -> None:
             world.check(answer.status == 200, f"/health ended with {answer.status}")
             world.health_s.append(time.monotonic() - since_s)
         await asyncio.sleep(0.2)
+
+
+# Grammars, and whether they can be followed: hundreds of references overflow the stack of the process that tries them.
+_GRAMMARS: tuple[tuple[dict[str, Any], bool], ...] = (
+    ({"guided_regex": "[a-f]{2,9}"}, True),
+    ({"guided_json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}, True),
+    (OVERFLOWS_SANDBOX, False),
+)
+
+
+async def structured(world: World, number: int) -> None:
+    """Answers that follow grammars, and grammars that crash their sandbox: each costs its own request alone."""
+    rng = world.rng(f"structured {number}")
+    while not world.is_finished:
+        grammar, can_follow = rng.choice(_GRAMMARS)
+        varied = {name: _varied(value, rng) for name, value in grammar.items()}
+        body = {"model": "small", "prompt": "x", "max_tokens": 8, **varied}
+        answer = await world.ask(Request(path="/v1/completions", body=body))
+        if answer is not None and answer.status not in (404, 429, 503, 507):
+            expected = 200 if can_follow else 400
+            world.check(answer.status == expected, f"a grammar ended with {answer.status}: {answer.body[:300]!r}")
+            world.counts["grammars followed" if can_follow else "grammars that crashed a sandbox"] += 1
+        await asyncio.sleep(rng.uniform(0.1, 1))
+
+
+def _varied(grammar: Any, rng: Random) -> Any:
+    """Return one that was not asked for before, and that is as good or bad."""
+    if not isinstance(grammar, str):
+        return {**grammar, "title": str(rng.random())}
+    if grammar.startswith("start"):
+        return f"{grammar}\n// {rng.random()}"
+    return grammar.replace("9", str(rng.randrange(9, 900)))
 
 
 # -- rude ones ------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ async def faults(world: World) -> None:
     """One after another, until the storm is over."""
     rng = world.rng("faults")
     kinds = {kill_engine: 5, stop_engine: 3, hang_engine: 2, kill_server: 3, stop_server: 3, end_server: 1}
-    kinds |= {kill_fork_server: 1, jump_clock: 3}
+    kinds |= {kill_fork_server: 1, kill_sandbox: 3, jump_clock: 3}
     if world.disk is not None:
         kinds[fill_disk] = 3
     while not world.is_finished:
@@ -51,6 +51,19 @@ async def kill_fork_server(world: World, rng: Random) -> None:
     if forks is not None:
         _signal(forks, signal.SIGKILL)
         await _until_answered(world, "fork server killed")
+
+
+async def kill_sandbox(world: World, rng: Random) -> None:
+    """End the process in which grammars are tried, as a crash of native code there would: nobody else notices."""
+    sandbox, engine = world.server.sandbox_pid(), world.server.engine_pid()
+    if sandbox is None:
+        return
+    _signal(sandbox, rng.choice((signal.SIGKILL, signal.SIGSEGV)))
+    body = {"model": "small", "prompt": "x", "max_tokens": 4, "guided_regex": f"[a-f]{{1,{rng.randrange(9, 900)}}}"}
+    answer = await world.ask(Request(path="/v1/completions", body=body))
+    is_answered = answer is not None and answer.status in (200, 429, 503)
+    world.check(is_answered, f"a grammar was not tried after the sandbox was killed: {answer}")
+    world.check(engine == world.server.engine_pid(), "an engine died with the sandbox")
 
 
 async def stop_engine(world: World, rng: Random) -> None:

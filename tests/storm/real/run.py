@@ -27,7 +27,7 @@ _OPTIONS = (
     *("--engine-timeout", f"{faults.ENGINE_TIMEOUT_S}s"),
     *("--timeout-headers", f"{clients.SLOW_HEAD_S}s", "--timeout-body", f"{clients.SLOW_HEAD_S}s"),
 )
-_NUM_RUDE, _NUM_FILES = 16, 4
+_NUM_RUDE, _NUM_STRUCTURED, _NUM_FILES = 16, 4, 4
 # For what had begun when the storm was over.
 _CALM_S = 240.0
 # What may differ between an idle server after the storm and one that has just started: pools of threads that filled,
@@ -69,6 +69,7 @@ async def _storm(settings: Settings, directory: Path, disk: SmallDisk | None) ->
     rage = [
         *(clients.stream(world, number) for number in range(settings.num_streams)),
         *(clients.rude(world, number) for number in range(_NUM_RUDE)),
+        *(clients.structured(world, number) for number in range(_NUM_STRUCTURED)),
         *(work.jobs(world, number) for number in range(settings.num_jobs)),
         *(work.files(world, number) for number in range(_NUM_FILES)),
         *(work.adapters(world), clients.health(world), faults.faults(world), _end_of_storm(world)),

@@ -133,9 +133,9 @@ class StormServer:
         return list(_descendants(self.pid))
 
     def resources(self) -> list[Resources]:
-        """Of the server, the process that forks engines, and the engine."""
+        """Of the server, the process that forks engines, and the engine; a sandbox comes and goes with its calls."""
         found = []
-        for pid in self.processes():
+        for pid in [each for each in self.processes() if not is_sandbox(each)]:
             with suppress(OSError):
                 found.append(_resources_of(pid))
         return found
