@@ -48,7 +48,7 @@ def _wider(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     some = st.lists(inner, max_size=4)
     named = st.dictionaries(st.sampled_from("abcde"), inner, max_size=4)
     return st.one_of(
-        *(some.map(lambda each, name=name: {name: each}) for name in ("allOf", "anyOf", "oneOf", "prefixItems")),
+        st.builds(lambda name, each: {name: each}, st.sampled_from(["allOf", "anyOf", "oneOf", "prefixItems"]), some),
         st.builds(lambda each: {"type": "array", "items": each, "minItems": 1}, inner),
         st.builds(lambda each: {"not": each}, inner),
         st.builds(

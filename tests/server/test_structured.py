@@ -115,7 +115,9 @@ def test_one_of_is_followed_where_branches_cannot_overlap(client: OpenAI):
     bounds = {"type": "integer", "minimum": 0, "maximum": 9}
     branches = [bounds, {"$ref": "#/$defs/L"}]
     schema = {
-        **{"type": "object", "additionalProperties": False, "required": ["P"]},
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["P"],
         "properties": {"P": {"oneOf": branches}},
         "$defs": {"L": {"type": "array", "items": bounds, "minItems": 2, "maxItems": 2}},
     }
