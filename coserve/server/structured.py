@@ -7,6 +7,7 @@ from typing import Any
 from coserve.devices.grammar import Grammar, Tag
 from coserve.server.errors import ApiError
 from coserve.server.schemas import ResponseFormat, SamplingBody, StructuredOutputs
+
 # Keywords of a JSON schema that map names to schemas.
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 # A pattern that no white space matches: JSON without any.
