@@ -22,7 +22,8 @@ class EngineConfig:
     those that lie on disk stay on the device; with host memory, how many of all, as far as there is room for the
     others. deterministic: answers and adapters are the same bit for bit, whatever runs beside them; steps take longer
     (docs/engine.md). trainable_models: directories or hub ids of models that jobs may train beside the one that serves,
-    by the names that jobs give. weight_window_bytes: of the page pool, that their weights may take at once; None: all
+    by the names that jobs give. tenant_weights: the parts of the device that tenants have beside one another, of those
+    whose part is not 1. weight_window_bytes: of the page pool, that their weights may take at once; None: all
     that requests and packs leave.
     """
 
@@ -39,6 +40,7 @@ class EngineConfig:
     deterministic: bool = False
     trainable_models: Mapping[str, str] = field(default_factory=dict)
     weight_window_bytes: int | None = None
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         make_policy(self.policy, self.policy_settings)
@@ -54,5 +56,8 @@ class EngineConfig:
         check_whole("host_memory_bytes", self.host_memory_bytes, 0)
         if self.weight_window_bytes is not None:
             check_whole("weight_window_bytes", self.weight_window_bytes, 1)
+        for tenant, weight in self.tenant_weights.items():
+            if not is_number(weight) or weight <= 0:
+                raise ValueError(f"tenant_weights must be numbers above 0, not {weight!r} of {tenant!r}")
         if self.trainable_models and self.deterministic:
             raise ValueError("trainable_models must be empty where deterministic is set: their sums depend on the plan")

@@ -120,6 +120,11 @@ class JobSet(Mapping[str, Job]):
         return sum([job.state == "running" for job in self._jobs.values()])
 
     @property
+    def tenants(self) -> set[str]:
+        """Tenants with jobs that are neither over nor paused."""
+        return {job.tenant for job in self._jobs.values() if job.state == "running"}
+
+    @property
     def num_tokens_trained(self) -> int:
         """Rows of packs whose gradients are in, of all jobs here."""
         return self._num_tokens_forgotten + sum([job.num_tokens_trained for job in self._jobs.values()])

@@ -1,5 +1,6 @@
 """Requests that wait for pages and requests that run, by id and by the name that they were added under."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from msgspec import structs
@@ -26,6 +27,7 @@ class RequestQueue:
         self._cache, self._swap, self._handed, self._counters = cache, swap, handed, counters
         self._members: dict[str, list[Request]] = {}
         self._num_batch = 0  # sequences of batch work
+        self.num_by_tenant: Counter[str] = Counter()  # sequences of every tenant that has any
         self._keys: dict[str, list[bytes]] = {}  # of the blocks of those that wait
         self._views: dict[str, RequestView] = {}  # of those that wait
 
@@ -110,6 +112,7 @@ class RequestQueue:
         self.num_arrived += len(members)
         for request in members:
             self._num_batch += request.is_batch
+            self.num_by_tenant[request.tenant] += 1
             self._wait(request)
 
     def note_model_changes(self, number: int) -> None:
@@ -185,6 +188,9 @@ class RequestQueue:
         members.remove(request)
         self.num_ended += 1
         self._num_batch -= request.is_batch
+        self.num_by_tenant[request.tenant] -= 1
+        if not self.num_by_tenant[request.tenant]:
+            del self.num_by_tenant[request.tenant]
         if not members:
             del self._members[request.request]
         return closed

@@ -24,15 +24,17 @@ from coserve.engine.request_queue import RequestQueue
 from coserve.engine.served_adapters import ServedAdapters
 from coserve.engine.serving import Serving
 from coserve.engine.step_batch import build_batch, carry_out, observe
+from coserve.engine.step_shares import tenant_seconds
 from coserve.errors import DeviceMemoryError
 from coserve.scheduling.attainment import taken_of
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.history import StepView
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import NeedView, Plan, RequestView, View
+from coserve.scheduling.plan import NeedView, Plan, RequestView, TenantView, View
 from coserve.scheduling.policies import Policy
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import DefaultSlo
+from coserve.scheduling.tenant_times import TenantTimes
 
 # How often the default SLO follows what steps really take.
 _STEPS_PER_LOOK = 64
@@ -80,6 +82,7 @@ class StepLoop:
         self._pages, self._swap, self._handed = pages, swap, handed
         self._requests, self._serving = requests, serving
         self._adapters, self._jobs, self._counters = adapters, jobs, counters
+        self._times = TenantTimes(config.tenant_weights)
         self._commands, self._keep_profile = commands, keep_profile
         self._default_slo = default_slo
         self.policy = policy
@@ -273,7 +276,7 @@ class StepLoop:
             batch,
             batch_waiting,
             self._jobs.views(now_s, without=without),
-            tenants=self._counters.views(),
+            tenants=self._tenants(now_s) if self._policy.is_fair else (),
             num_free_pages=self._pages.num_available,
             num_pages=self._pages.pool.num_pages,
             block_tokens=self._config.block_tokens,
@@ -286,6 +289,11 @@ class StepLoop:
             history=self._history,
             give_back_s=self._swap.give_back_s,
         )
+
+    def _tenants(self, now_s: float) -> tuple[TenantView, ...]:
+        """Return the tenants that have work, or had some lately."""
+        self._times.note_present(self._requests.num_by_tenant.keys() | self._jobs.tenants, now_s)
+        return self._times.views(self._counters.served)
 
     # -- apply ------------------------------------------------------------------------
 
@@ -301,6 +309,9 @@ class StepLoop:
         taken = taken_of(plan, step_s=result.seconds - result.copy_s, forward_s=result.forward_s)
         self._serving.taken_time.add(taken, started_s=started_s, ended_s=now_s)
         self._serving.need.add_step(plan, taken, started_s=started_s, ended_s=now_s)
+        if self._times.are_shared:
+            tenants = {id: request.tenant for id, request in self._requests.running.items()}
+            self._times.charge(tenant_seconds(batch, result, tenants, self._jobs, step_s=now_s - started_s))
         if batch.requests:
             self._serving.apply(batch, result, started_s=started_s, now_s=now_s)
         self._jobs.apply(batch, result, started_s=started_s, now_s=now_s)

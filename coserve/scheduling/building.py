@@ -2,7 +2,7 @@
 `step_time.py` adds up what it takes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 
 from msgspec import structs
@@ -40,7 +40,7 @@ class PlanBuilder:
         self._losses: list[PlannedLoss] = []
         self._tasklets: list[PlannedTasklets] = []
         self._updates: list[str] = []
-        self._decode_share = 0.0
+        self._decode_share, self._num_decoding, self._paces = 0.0, 0, 0.0
         self._loss_rows = 0
 
     @property
@@ -108,16 +108,21 @@ class PlanBuilder:
             self._time.overhead_s = self._latency.overhead.seconds(begins=True)
 
     def decode(self, requests: Sequence[RequestView]) -> None:
-        """One row for each of them; if that is too many, for those that wait longest."""
+        """Add one row for each of them; if that is too many, for those that wait longest."""
         if not requests:
             return
-        if len(requests) > self._max_rows:
-            requests = sorted(requests, key=lambda request: request.last_token_s)[: self._max_rows]
+        room = self._max_rows - self._load.rows
+        requests = requests if len(requests) <= room else sorted(requests, key=lambda each: each.last_token_s)[:room]
         self._load.add_decodes(requests)
         self._rows += [PlannedRows(request.id, "decode", request.num_past, 1) for request in requests]
         self._time.forward_s = self._latency.forward_s(self._load)
-        paces = sum([1 / request.tpot_s for request in requests])
-        self._decode_share = (self._time.overhead_s + self._time.forward_s) * paces / len(requests)
+        self._num_decoding += len(requests)
+        self._paces += sum([1 / request.tpot_s for request in requests])
+        self._decode_share = (self._time.overhead_s + self._time.forward_s) * self._paces / self._num_decoding
+
+    def decode_seconds(self, requests: Sequence[RequestView]) -> Callable[[int], float]:
+        """Return what the forward pass would take with one row of the first of these requests, by their number."""
+        return self._latency.with_decodes(self._load, requests)
 
     def prefill(
         self, requests: Sequence[RequestView], budget_s: float, *, urgent: bool = True, stretch: float = 1.0

@@ -7,7 +7,7 @@ begun only where the requests that run will leave it its pages until it is done.
 these, the youngest first, and is admitted where nobody else waits. A policy may decide otherwise, in its own file.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from msgspec import structs
@@ -44,6 +44,7 @@ class MemoryPlan:
         self.admit: list[str] = []
         self.begin: list[str] = []
         self.waits_for_pack = False  # whether a request is not admitted because a pack will soon be done
+        self.claimant = ""  # the tenant that pages are wanted for
         self._grown: dict[str, int] = {}
         self._is_short = False  # whether requests made room for others
         self._batch_pages = inf  # the share of batch work
@@ -56,6 +57,7 @@ class MemoryPlan:
             return
         self._preempt_batch(needed)
         for request in list(self.requests):
+            self.claimant = request.tenant
             while request.id not in self.preempt and request.num_pages > self.free:
                 youngest = self._youngest()
                 spares = can_wait is not None and self._spares(youngest, youngest.num_past, can_wait)
@@ -65,7 +67,7 @@ class MemoryPlan:
                 self.free -= request.num_pages
                 self._grown[request.id] = request.num_pages
 
-    def admit_waiting(self, waiting: Sequence[RequestView] | None = None, can_wait: CanWait | None = None) -> None:
+    def admit_waiting(self, waiting: Iterable[RequestView] | None = None, can_wait: CanWait | None = None) -> None:
         """Give waiting requests their pages, in this order (default: as they came), as long as whole prompts fit."""
         if self._is_short:
             return
@@ -133,18 +135,22 @@ class MemoryPlan:
         pack_s: how long a pack will take; until then, requests that run must find pages beside it.
         """
         jobs = self._view.jobs if jobs is None else jobs
-        if requests_first and self._view.waiting and len(self.requests) < self._view.max_requests:
-            admitted = set(self.admit)
-            if any(each.may_start and each.id not in admitted for each in self._view.waiting):
-                return
-        num_rows = sum([job.num_rows for job in self.jobs if job.phase != "update"]) if self.jobs else 0
+        if requests_first and self._requests_wait():
+            return
+        rows, full = self._rows_in_memory(), set[str]()
         for job in jobs:
+            self.claimant, group = job.tenant, self._group_of(job)
+            if group in full or (requests_first and self._keeps_others_waiting(job)):
+                continue
             if job.phase == "update" and job.waited_s <= self._view.tpot_s:
-                break  # its next pack comes first, right after this step; unless there is no time for the update
+                full.add(group)  # its next pack comes first, right after this step; unless the update finds no time
+                continue
             if job.phase != "pack":
                 continue
+            num_rows = rows.get(group, 0)
             if num_rows and num_rows + job.num_rows > ENOUGH_PACK_ROWS:
-                break  # in turn: smaller packs would keep a large one waiting for good
+                full.add(group)  # in turn: smaller packs would keep a large one waiting for good
+                continue
             seconds = pack_s(job) if pack_s is not None and self.requests else 0.0
             until_s = seconds if job.waited_s < MOST_PACK_WAITS * seconds else 0.0
             spare = self._growth(max(until_s, self._view.give_back_s))
@@ -152,12 +158,38 @@ class MemoryPlan:
                 self._return_to_share(job.num_pages + spare)
             if job.num_pages + spare > self.free:
                 continue
-            num_rows += job.num_rows
+            rows[group] = num_rows + job.num_rows
             self.free -= job.num_pages
             self.begin.append(job.id)
             self.jobs.append(structs.replace(job, phase=job.begins_at))
         if self.begin or jobs is not self._view.jobs:
             self.take_turns(jobs)
+
+    def _requests_wait(self) -> bool:
+        """Return whether no pack may begin, since a request waits for pages."""
+        return bool(self._view.waiting) and len(self.requests) < self._view.max_requests and bool(self._not_admitted())
+
+    def _keeps_others_waiting(self, job: JobView) -> bool:
+        """Return whether this job may not begin a pack, though others may."""
+        return False
+
+    def _not_admitted(self) -> list[RequestView]:
+        """Return the requests that could start and still wait."""
+        admitted = set(self.admit)
+        return [each for each in self._view.waiting if each.may_start and each.id not in admitted]
+
+    def _group_of(self, job: JobView) -> str:
+        """Return the group of jobs in which one job's pack waits for another's: here all are one."""
+        return ""
+
+    def _rows_in_memory(self) -> dict[str, int]:
+        """Return the rows of the packs in memory, by group of jobs."""
+        found: dict[str, int] = {}
+        for job in self.jobs:
+            if job.phase != "update":
+                group = self._group_of(job)
+                found[group] = found.get(group, 0) + job.num_rows
+        return found
 
     def take_turns(self, jobs: Sequence[JobView]) -> None:
         """Those that can run are to be served in this order."""

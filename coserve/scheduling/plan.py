@@ -84,10 +84,20 @@ class JobView(msgspec.Struct, frozen=True):
 
 
 class TenantView(msgspec.Struct, frozen=True):
-    """What a tenant that has requests or jobs here has been served, in weighted tokens (`scheduling.fairness`)."""
+    """A tenant that has requests or jobs here, or had some lately.
+
+    Attributes:
+        served: Weighted tokens that it was served (`scheduling.fairness`).
+        used_s: Seconds of the device that it was served, divided by its weight (`scheduling.tenant_times`).
+        weight: Its part of the device beside the others'.
+        is_present: Whether it has work now.
+    """
 
     name: str
-    served: float
+    served: float = 0.0
+    used_s: float = 0.0
+    weight: float = 1.0
+    is_present: bool = True
 
 
 class NeedView(msgspec.Struct, frozen=True):
@@ -121,6 +131,7 @@ class View(msgspec.Struct, frozen=True):
     near to their SLOs requests are by themselves. num_units: of the device, for a `Partition`; 1: it cannot be divided.
     history: what the policy has the engine remember (`Policy.make_history`); None if that is nothing. give_back_s:
     within how many seconds packs, requests and weights of other models that make room have given their pages back.
+    tenants: for policies that tell tenants apart (`Policy.is_fair`); the others see none.
     """
 
     now_s: float

@@ -20,6 +20,8 @@ Batch work (`View.batch`) runs in what requests leave, too: beside jobs it gets 
 pages, and all of it where some of it should have been done by now. It has no SLO; nothing that it takes makes a request
 late that a job's work would not.
 
+Where several tenants have work, each has a share of every step, and all of the above holds within it (`_tenants.py`).
+
 In any case jobs get `least_share` of the time, in smallest pieces, so that none stands still; where requests just hold
 their SLOs, a fiftieth of it.
 
@@ -36,10 +38,12 @@ from typing import ClassVar
 from coserve.scheduling.building import PlanBuilder
 from coserve.scheduling.deadlines import AIMED, Deadlines, decode_deadlines, due_at_s, sure_by_s
 from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.lost_causes import has_waited, is_lost, lost_last
 from coserve.scheduling.memory import MemoryPlan, rows_to_go
 from coserve.scheduling.order import by_priority
 from coserve.scheduling.pieces import WHOLE_STRETCH
 from coserve.scheduling.plan import JobView, NeedView, Plan, RequestView, View
+from coserve.scheduling.policies._tenants import plan_shared
 from coserve.scheduling.policies.base import Policy, setting
 
 # Where others want the time that requests save, prompts leave one TPOT in every bank as long as they need less than
@@ -76,8 +80,6 @@ AGED_WAITS = 3.0
 PACK_STRETCH = 2.0
 # A request waits for a pack to be done only if it has this many times the time.
 CAN_WAIT_TIMES = 4.0
-# A lost cause that has waited for this many of its TTFT SLOs has its turn before all others.
-MOST_WAIT_TTFTS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,9 @@ class Slack(Policy):
 
     summary: ClassVar[str] = "requests first, jobs in whatever time their SLOs leave over"
     serves_batch: ClassVar[bool] = True
+    is_fair: ClassVar[bool] = True
+    # Whether steps are divided among tenants by time; otherwise only the order of requests and jobs is.
+    shares_time: ClassVar[bool] = True
 
     max_gap_tpots: float = setting(
         4.0, "The longest gap between two tokens of a request, in units of its TPOT SLO.", least=1
@@ -113,7 +118,9 @@ class Slack(Policy):
         return self.plan_steps(view, latency, tunes=True)
 
     def plan_steps(self, view: View, latency: LatencyModel, *, tunes: bool) -> Plan:
-        """The plan, with jobs in it or without."""
+        """Return the plan, with jobs in it or without."""
+        if self.shares_time and len(view.tenants) > 1:
+            return plan_shared(self, view, latency, tunes=tunes)
         memory, tunes = MemoryPlan(view), tunes and bool(view.jobs)
 
         def can_wait(request: RequestView, job: JobView) -> bool:
@@ -122,7 +129,7 @@ class Slack(Policy):
 
         memory.grow(can_wait)
         if view.waiting:
-            memory.admit_waiting(by_priority(_lost_last(self.queue(view), view, latency)), can_wait)
+            memory.admit_waiting(by_priority(lost_last(self.queue(view), view, latency)), can_wait)
         batch_share = self._batch_share(view, tunes=tunes)
         if view.batch or view.batch_waiting:
             memory.serve_batch(batch_share * view.num_pages if view.num_pages else inf)
@@ -257,7 +264,7 @@ class Slack(Policy):
             alone_s = latency.prompt_s(prompt.num_rows, prompt.num_past)
             left_s = (due_s[prompt.id] - view.now_s) / (1 + latency.corrections.margin) - decode_s
             if alone_s > left_s:
-                (aged if _has_waited(prompt, view) else lost).append(prompt)
+                (aged if has_waited(prompt, view) else lost).append(prompt)
                 continue
             timely.append(prompt)
             if needed_s + alone_s <= most_share * left_s or not needed_s:
@@ -352,26 +359,6 @@ def wait_share(need: float) -> float:
     return WAIT_SHARE_OF_REST * max(0.0, 1 - need) / max(need, WAIT_SHARE_OF_REST)
 
 
-def _is_lost(request: RequestView, view: View, latency: LatencyModel) -> bool:
-    """Whether a first token comes too late even if nothing else runs; not if it was so for very long."""
-    if request.first_token_s is not None or _has_waited(request, view):
-        return False
-    left_s = request.ttft_s - (view.now_s - request.arrival_s)
-    return left_s <= 0 or left_s < latency.prompt_s(request.num_rows, request.num_past)
-
-
-def _has_waited(request: RequestView, view: View) -> bool:
-    """For its first token, until its turn has come, whatever else waits."""
-    return request.first_token_s is None and view.now_s - request.arrival_s > MOST_WAIT_TTFTS * request.ttft_s
-
-
-def _lost_last(queue: Sequence[RequestView], view: View, latency: LatencyModel) -> Sequence[RequestView]:
-    """A queue in its order, but for lost causes."""
-    if all(view.now_s <= request.arrival_s + request.ttft_s for request in queue):
-        return queue
-    return sorted(queue, key=lambda request: _is_lost(request, view, latency))
-
-
 def _wait_for_pack_s(request: RequestView, job: JobView, latency: LatencyModel) -> float:
     """Until a request has its next token if it gets its pages when a pack is done."""
     left = rows_to_go(job) / (2 * job.num_rows)
@@ -387,7 +374,7 @@ def _queues(memory: MemoryPlan, view: View, latency: LatencyModel) -> bool:
         request.may_start
         and request.id not in admitted
         and view.now_s - request.arrival_s > QUEUED_SHARE * request.ttft_s
-        and not _is_lost(request, view, latency)
+        and not is_lost(request, view, latency)
         for request in view.waiting
     )
 

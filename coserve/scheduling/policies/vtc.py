@@ -29,7 +29,7 @@ class Vtc(Slack):
     """See the module."""
 
     summary: ClassVar[str] = "slack with fair shares among tenants (virtual token counter, FlexLLM appendix C)"
-    is_fair: ClassVar[bool] = True
+    shares_time: ClassVar[bool] = False
 
     w_p: float = setting(1.0, "What a token of a prompt costs its tenant.")
     w_q: float = setting(2.0, "What a token of an output costs its tenant.")

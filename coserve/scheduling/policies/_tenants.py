@@ -1,0 +1,257 @@
+"""The steps of `slack` where several tenants have work, or had some lately: each has a share of every step.
+
+A step lasts no longer than a quantum (`_quantum_s`), which bounds what a request of another tenant that arrives
+meanwhile waits for. The quantum is shared out by weights. A tenant that needs less than its part gets what it needs,
+and the others share the rest. Among those, virtual time counters (`scheduling.tenant_times`) correct what earlier steps
+gave too much or too little: pieces of work are lumps, and predictions err.
+
+Within its part, a tenant's requests come before its batch work and its jobs: first rows that decode, those first that
+have waited longest, then prompts by their deadlines. An SLO is planned for as far as its tenant's part goes: it costs
+neither requests nor jobs of others. What a tenant leaves goes to jobs of the others.
+
+Requests are admitted by the same counters (Algorithm 4 of FlexLLM's appendix C): again and again the first request of
+the tenant with the smallest one, which pays for its prompt. Pages and slots: `scheduling.shared_memory`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
+
+from coserve.scheduling.building import PlanBuilder
+from coserve.scheduling.deadlines import AIMED
+from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.lost_causes import lost_last
+from coserve.scheduling.order import by_priority, by_share
+from coserve.scheduling.pieces import largest_that_fits
+from coserve.scheduling.plan import JobView, Plan, RequestView, TenantView, View
+from coserve.scheduling.shared_memory import SharedMemoryPlan
+from coserve.scheduling.slo import SOLO_CONTEXT
+
+# A step lasts half a TPOT of the default SLO, or as many decode steps of one request if that is more; up to one TPOT.
+QUANTUM_TPOTS, QUANTUM_DECODES = 0.5, 4.0
+# Rows that decode take no more of their tenant's part than this while it has prompts, and never less than as many
+# decode steps of one request: fewer rows would not take less time.
+DECODE_SHARE, MIN_DECODES = 0.7, 1.5
+# Whatever a tenant was served before, it gets this share of its part.
+MIN_PART = 0.1
+# Rows from whose time the time of prompts that wait is estimated.
+_TYPICAL_ROWS = 256
+# Beside others a pack takes about this many times the time that it takes alone, times the number of tenants.
+_PACK_STRETCH = 2.0
+
+
+class _SharedPolicy(Protocol):
+    """What a policy says itself."""
+
+    @property
+    def batch_share(self) -> float: ...
+
+    @property
+    def least_share(self) -> float: ...
+
+    def queue(self, view: View) -> Sequence[RequestView]: ...
+
+    def due_at_s(self, request: RequestView, reserve_tpots: float = 0.0) -> float: ...
+
+
+@dataclass(kw_only=True)
+class _Part:
+    """One tenant's part of a step.
+
+    Attributes:
+        share: Of the device, of those that have work.
+        limit_s: Seconds of the step that it may take.
+        owed_s: Seconds that earlier steps gave it too little; below 0: too much.
+        taken_s: Seconds of the step that it has taken.
+    """
+
+    tenant: TenantView
+    share: float
+    decoding: list[RequestView] = field(default_factory=list)
+    prompts: list[RequestView] = field(default_factory=list)
+    batch: list[RequestView] = field(default_factory=list)
+    jobs: list[JobView] = field(default_factory=list)
+    limit_s: float = inf
+    owed_s: float = 0.0
+    taken_s: float = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Return what is left of its limit."""
+        return self.limit_s - self.taken_s
+
+    def needed_s(self, row_s: float) -> float:
+        """Return about what its work would take; inf with jobs, which take all that there is."""
+        if self.jobs or self.batch:
+            return inf
+        return row_s * (len(self.decoding) + sum([request.num_rows for request in self.prompts]))
+
+
+def plan_shared(policy: _SharedPolicy, view: View, latency: LatencyModel, *, tunes: bool) -> Plan:
+    """Return a plan in which every tenant has its share of memory and time."""
+    present = [tenant for tenant in view.tenants if tenant.is_present]
+    whole = sum([tenant.weight for tenant in present])
+    parts = {tenant.name: _Part(tenant=tenant, share=tenant.weight / whole) for tenant in present}
+    row_s = latency.prompt_s(_TYPICAL_ROWS) / _TYPICAL_ROWS
+    jobs = sorted(view.jobs, key=lambda job: parts[job.tenant].tenant.used_s) if tunes else []
+    memory = _share_memory(policy, view, latency, parts, jobs, row_s=row_s)
+    for request in memory.requests:
+        part = parts[request.tenant]
+        (part.decoding if request.num_rows == 1 else part.prompts).append(request)
+    for request in memory.batch:
+        parts[request.tenant].batch.append(request)
+    for job in memory.jobs if tunes else ():
+        parts[job.tenant].jobs.append(job)
+    ordered = sorted(parts.values(), key=lambda part: part.tenant.used_s)
+    quantum_s = _quantum_s(view, latency, ordered)
+    _set_limits(ordered, quantum_s, row_s)
+    return _SharedStep(policy, view, latency, memory, quantum_s=quantum_s).build(ordered)
+
+
+def _share_memory(
+    policy: _SharedPolicy,
+    view: View,
+    latency: LatencyModel,
+    parts: Mapping[str, _Part],
+    jobs: Sequence[JobView],
+    *,
+    row_s: float,
+) -> SharedMemoryPlan:
+    """Return the pages that change hands; row_s: seconds of a row of a prompt."""
+    memory = SharedMemoryPlan(view, {name: part.share for name, part in parts.items()})
+    memory.grow()
+    if view.waiting:
+        used_s = {name: part.tenant.used_s for name, part in parts.items()}
+
+        def cost_s(request: RequestView) -> float:
+            return row_s * request.num_rows / parts[request.tenant].tenant.weight
+
+        queue = by_share(lost_last(policy.queue(view), view, latency), used_s, cost_s)
+        has_priorities = any(request.priority for request in view.waiting)
+        memory.admit_waiting(by_priority(list(queue)) if has_priorities else queue)
+    if view.batch or view.batch_waiting:
+        memory.serve_batch(policy.batch_share * view.num_pages if jobs and view.num_pages else inf)
+    if jobs:
+        memory.begin_packs(jobs, lambda job: _PACK_STRETCH * len(parts) * latency.pack_s(job))
+        memory.take_turns(jobs)
+    return memory
+
+
+def _quantum_s(view: View, latency: LatencyModel, parts: Sequence[_Part]) -> float:
+    """Return the longest that a step may last. A TPOT below it counts as far as its tenant's share goes: steps at its
+    pace must leave the others theirs.
+    """
+    alone_s = latency.decode_s(num_requests=1, context=SOLO_CONTEXT)
+    quantum_s = min(view.tpot_s, max(QUANTUM_TPOTS * view.tpot_s, QUANTUM_DECODES * alone_s))
+    for part in parts:
+        if not part.decoding:
+            continue
+        tpot_s = min([request.tpot_s for request in part.decoding])
+        if AIMED * tpot_s < quantum_s:
+            needed_s = latency.decode_s(num_requests=len(part.decoding), context=SOLO_CONTEXT)
+            quantum_s = min(quantum_s, max(AIMED * tpot_s, needed_s / part.share))
+    return quantum_s
+
+
+def _set_limits(parts: Sequence[_Part], quantum_s: float, row_s: float) -> None:
+    """Share a quantum out: who needs less than its part gets that part; the others share what is left, corrected by
+    their counters.
+    """
+    left_s, share = quantum_s, 1.0
+    backlogged: list[_Part] = []
+    needs = [(part.needed_s(row_s) / part.share, part) for part in parts]
+    for need, part in sorted(needs, key=lambda each: each[0]):
+        if not backlogged and need <= left_s / share:
+            part.limit_s = part.share * left_s / share
+            left_s, share = left_s - need * part.share, share - part.share
+        else:
+            backlogged.append(part)
+    if not backlogged:
+        return
+    weight = sum([part.tenant.weight for part in backlogged])
+    mean_s = sum([part.tenant.weight * part.tenant.used_s for part in backlogged]) / weight
+    for part in backlogged:
+        own_s = left_s * part.tenant.weight / weight
+        part.owed_s = part.tenant.weight * (mean_s - part.tenant.used_s)
+        part.limit_s = min(left_s, max(MIN_PART * own_s, own_s + part.owed_s))
+
+
+class _SharedStep:
+    """A step that is being planned, tenant by tenant."""
+
+    def __init__(
+        self,
+        policy: _SharedPolicy,
+        view: View,
+        latency: LatencyModel,
+        memory: SharedMemoryPlan,
+        *,
+        quantum_s: float,
+    ) -> None:
+        self._policy, self._latency, self._quantum_s = policy, latency, quantum_s
+        self._build = PlanBuilder(view, latency, memory)
+        self._build_s = self._build.step_s
+
+    def build(self, parts: Sequence[_Part]) -> Plan:
+        """Return the plan: of each kind of work, that of the tenant with the smallest counter first."""
+        for part in parts:
+            if part.decoding:
+                self._decode(part)
+                self._charge(part)
+        for part in parts:
+            if part.prompts:
+                self._prefill(part)
+                self._charge(part)
+        for part in parts:
+            if part.batch:
+                until_s = self._build.step_s + (self._policy.batch_share if part.jobs else 1.0) * max(0.0, part.left_s)
+                self._build.batch(part.batch, until_s, must=self._build.runs_nothing)
+                self._charge(part)
+        self._tune(parts)
+        return self._build.build()
+
+    def _charge(self, part: _Part) -> None:
+        """Count what the plan has grown by as taken by a tenant."""
+        before_s, self._build_s = self._build_s, self._build.step_s
+        part.taken_s += self._build_s - before_s
+
+    def _decode(self, part: _Part) -> None:
+        """Add the rows of a tenant that decode, as many as its part has time for."""
+        decoding, number = part.decoding, len(part.decoding)
+        limit_s = (DECODE_SHARE if part.prompts else 1.0) * part.limit_s
+        limit_s = max(limit_s, MIN_DECODES * self._latency.decode_s(num_requests=1, context=SOLO_CONTEXT))
+        seconds, before_s = self._build.decode_seconds(decoding), self._build.forward_s
+        if seconds(number) - before_s > limit_s:
+            decoding = sorted(decoding, key=lambda request: request.last_token_s)
+            seconds = self._build.decode_seconds(decoding)
+            number = largest_that_fits(1, number, seconds, before_s + limit_s)
+        self._build.decode(decoding[:number])
+
+    def _prefill(self, part: _Part) -> None:
+        """Add prompts of a tenant, those first that are due first."""
+        view_due_s = {each.id: self._policy.due_at_s(each) for each in part.prompts}
+        prompts = by_priority(sorted(part.prompts, key=lambda each: view_due_s[each.id]))
+        self._build.prefill(prompts, self._build.seconds + max(0.0, part.left_s), urgent=part.left_s > 0)
+
+    def _tune(self, parts: Sequence[_Part]) -> None:
+        """Add work of jobs: of each tenant as much as its part has time for, then of all what the step has left."""
+        jobs = [job for part in parts for job in part.jobs]
+        if not jobs:
+            return
+        for part in parts:
+            if part.jobs and part.left_s > 0:
+                self._build.tune(part.jobs, self._build.step_s + part.left_s)
+                if not any(self._build.has(job.id) for job in part.jobs):
+                    self._tune_lump(part)
+                self._charge(part)
+        if waiting := [job for job in jobs if not self._build.has(job.id)]:
+            self._build.tune(waiting, self._quantum_s, least_share=self._policy.least_share)
+
+    def _tune_lump(self, part: _Part) -> None:
+        """Add the smallest piece of a tenant's first job where that takes more than its part, but not more than what
+        the tenant is owed.
+        """
+        least_s = self._build.least_s(part.jobs[0])
+        if least_s <= part.limit_s + part.owed_s:
+            self._build.tune(part.jobs[:1], self._build.step_s + least_s)

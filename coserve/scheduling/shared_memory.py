@@ -1,0 +1,161 @@
+"""Who gets pages and slots where several tenants have work: each has a share, and may use what others do not need.
+
+A tenant is richer than another if it holds more pages, or slots, in proportion to its share. Who needs a page or a slot
+takes it from a richer tenant, as long as that stays the richer one: first packs of its jobs, then its youngest request.
+So a tenant that has filled the memory makes room for one that comes, and keeps the rest. Within a tenant, requests come
+before jobs, as in `MemoryPlan`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from coserve.scheduling.memory import SPARE_PAGES, CanWait, MemoryPlan
+from coserve.scheduling.plan import JobView, RequestView, View
+
+
+class SharedMemoryPlan(MemoryPlan):
+    """Pages changing hands among tenants."""
+
+    def __init__(self, view: View, shares: Mapping[str, float]) -> None:
+        """Begin with what the view says; shares: of every tenant that has work."""
+        super().__init__(view)
+        self._shares = shares
+        self._short: set[str] = set()  # tenants whose requests made room for the rows of others
+
+    def admit_waiting(self, waiting: Iterable[RequestView] | None = None, can_wait: CanWait | None = None) -> None:
+        """Give waiting requests their pages and slots, in this order, until no tenant can have more."""
+        blocked = set(self._short)
+        tenants = {each.tenant for each in self._view.waiting}
+        slots = Counter([each.tenant for each in self.requests])
+        for request in self._view.waiting if waiting is None else waiting:
+            tenant = request.tenant
+            if tenant in blocked or not request.may_start:
+                continue
+            self.claimant = tenant
+            # Those of its tenant that run will want a page each, soon.
+            if not self._make_room(request, request.num_pages + slots[tenant]):
+                blocked.add(tenant)
+                if blocked >= tenants:
+                    return
+                continue
+            self.free -= request.num_pages
+            slots[tenant] += 1
+            self.requests.append(request)
+            self.admit.append(request.id)
+
+    def _make_room(self, request: RequestView, num_pages: int) -> bool:
+        """Return whether there is a slot and as many free pages, after richer tenants have made room."""
+        if len(self.requests) < self._view.max_requests and num_pages <= self.free:
+            return True
+        self._preempt_batch(num_pages, slots=1)
+        while len(self.requests) >= self._view.max_requests:
+            if (victim := self._from_richest_by_slots(request)) is None:
+                return False
+            self._preempt(victim)
+        return num_pages <= self.free or self._take_pages(num_pages)
+
+    def _take_pages(self, num_pages: int) -> bool:
+        """Return whether as many pages are free, after packs and requests of richer tenants have made room."""
+        while self.free < num_pages:
+            held = self._held()
+            tenant = max(held, key=lambda name: self._wealth(held[name], name), default=self.claimant)
+            left = self._wealth(held[tenant], tenant) if tenant in held else 0.0
+            own = self._wealth(held.get(self.claimant, 0) + num_pages, self.claimant)
+            if tenant == self.claimant or left <= own:
+                return False
+            packs = [job for job in self._packs() if job.tenant == tenant]
+            running = [each for each in self.requests if each.tenant == tenant]
+            if packs:
+                self.free += packs[0].num_pages
+                self.drop.append(packs[0].id)
+                self.jobs.remove(packs[0])
+            elif running:
+                self._preempt(_youngest_of(running))
+            else:
+                return False
+        return True
+
+    def _from_richest_by_slots(self, request: RequestView) -> RequestView | None:
+        """Return the youngest request of the tenant with most slots, if that stays the richer one without it."""
+        slots = Counter([each.tenant for each in self.requests])
+        tenant = max(slots, key=lambda name: self._wealth(slots[name], name))
+        if self._wealth(slots[tenant], tenant) <= self._wealth(slots[request.tenant] + 1, request.tenant):
+            return None
+        return _youngest_of([each for each in self.requests if each.tenant == tenant])
+
+    def _held(self) -> dict[str, int]:
+        """Return the pages of requests and packs, by tenant."""
+        found: dict[str, int] = {}
+        admitted = set(self.admit)
+        for request in self.requests:
+            num_pages = request.num_pages if request.id in admitted else request.num_held
+            found[request.tenant] = found.get(request.tenant, 0) + num_pages
+        for job in self.jobs:
+            if job.phase != "update":
+                found[job.tenant] = found.get(job.tenant, 0) + job.num_pages
+        return found
+
+    def _wealth(self, number: int, tenant: str) -> float:
+        return number / self._shares[tenant]
+
+    # -- what `MemoryPlan` asks ---------------------------------------------------------
+
+    def _packs(self) -> list[JobView]:
+        """Return packs that may be dropped for the claimant: its own, and those of richer tenants."""
+        packs = super()._packs()
+        if all(job.tenant == self.claimant for job in packs):
+            return packs
+        held = self._held()
+        own = self._wealth(held.get(self.claimant, 0), self.claimant)
+        return [
+            job for job in packs if job.tenant == self.claimant or self._wealth(held[job.tenant], job.tenant) > own
+        ]
+
+    def _youngest(self) -> RequestView:
+        """Return the youngest request of the tenant that holds most."""
+        held = self._held()
+        running = {each.tenant for each in self.requests}
+        richest = max(running, key=lambda name: self._wealth(held[name], name))
+        return _youngest_of([each for each in self.requests if each.tenant == richest])
+
+    def _preempt(self, request: RequestView) -> None:
+        super()._preempt(request)
+        self._short.add(request.tenant)
+
+    def _requests_wait(self) -> bool:
+        """Return False: each job is asked about (`_keeps_others_waiting`)."""
+        return False
+
+    def _keeps_others_waiting(self, job: JobView) -> bool:
+        """Return whether requests of its own tenant wait for pages, or those of a tenant that would be poorer."""
+        if not self._view.waiting or len(self.requests) >= self._view.max_requests:
+            return False
+        held = self._held()
+        own = self._wealth(held.get(job.tenant, 0) + job.num_pages, job.tenant)
+        waiting = {each.tenant for each in self._not_admitted()}
+        return job.tenant in waiting or any(self._wealth(held.get(name, 0), name) < own for name in waiting)
+
+    def _group_of(self, job: JobView) -> str:
+        """Return its tenant: packs of others do not keep a job waiting."""
+        return job.tenant
+
+    def _growth(self, seconds: float) -> int:
+        """Return the pages that requests of the claimant may take within this time; of others, the spare ones."""
+        everyone = self.requests
+        self.requests = [each for each in everyone if each.tenant == self.claimant]
+        num_pages = super()._growth(seconds)
+        num_others, self.requests = len(everyone) - len(self.requests), everyone
+        held = self._held()
+        is_poor = self._wealth(held.get(self.claimant, 0), self.claimant) < sum(held.values())
+        return num_pages + (0 if is_poor else SPARE_PAGES * num_others)
+
+    def _return_to_share(self, num_pages: int) -> None:
+        """Have batch work beyond its share make room, then richer tenants."""
+        super()._return_to_share(num_pages)
+        if num_pages > self.free:
+            self._take_pages(num_pages)
+
+
+def _youngest_of(requests: Sequence[RequestView]) -> RequestView:
+    """Return the request with the least priority that came last."""
+    return max(reversed(requests), key=lambda running: (running.priority, running.arrival_s))
