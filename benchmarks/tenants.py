@@ -9,7 +9,7 @@ tenant a runs beside it:
 - `streams`: 200 streams with prompts of 1,400 words and answers of 64 tokens;
 - `samples`: eight posts at a time of n=128 with log-probabilities;
 - `structured`: the same, with a JSON schema;
-- `slo`: 32 streams of 512 tokens with the tightest TPOT that the server takes as feasible.
+- `slo`: 32 streams of 512 tokens with a TPOT that they just hold while they have the server to themselves.
 
 Each client of an attack sends its next request when the one before has ended. Load comes from processes of their own,
 which read answers and do not parse them. Prints a row for each attack, and one line of JSON.
@@ -41,7 +41,35 @@ from coserve.workloads.lessons import pirate
 INTERVAL_S = 0.25  # between two streams of tenant b
 WARM_UP_S = 3.0  # of an attack, before tenant b is measured
 ANSWER_LIMIT_S = 60.0
-WORDS = "the cat sat on a mat and saw one old ship sail from its port to some far island where gold lay".split()
+# The SLO of attack `slo`: this many times the pace at which as many streams come that have the server to themselves.
+NUM_SLO_STREAMS, PACE_TOKENS, TIGHT = 32, 128, 1.1
+# Each is one token of the built-in model.
+WORDS = [
+    "the",
+    "of",
+    "we",
+    "was",
+    "day",
+    "it",
+    "come",
+    "to",
+    "me",
+    "no",
+    "he",
+    "are",
+    "there",
+    "said",
+    "after",
+    "not",
+    "in",
+    "went",
+    "before",
+    "say",
+    "came",
+    "know",
+    "that",
+    "has",
+]
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "sizes": {"type": "array", "items": {"type": "integer"}}},
@@ -117,7 +145,10 @@ def attack_bodies(tpot_ms: float) -> dict[str, tuple[int, Callable[[Random], dic
         "streams": (200, lambda rng: chat(prompt(rng, 1400), max_tokens=64, ignore_eos=True, stream=True)),
         "samples": (8, lambda rng: samples(rng, ignore_eos=True)),
         "structured": (8, lambda rng: samples(rng, response_format=schema)),
-        "slo": (32, lambda rng: chat(prompt(rng, 20), max_tokens=512, ignore_eos=True, stream=True, slo=slo)),
+        "slo": (
+            NUM_SLO_STREAMS,
+            lambda rng: chat(prompt(rng, 20), max_tokens=512, ignore_eos=True, stream=True, slo=slo),
+        ),
     }
 
 
@@ -186,6 +217,10 @@ def measure(server: Server, job: str, seconds: float) -> Measured:
 
 def measure_beside(server: Server, job: str, name: str, tpot_ms: float, seconds: float) -> Measured:
     """Return what tenant b gets beside an attack, which is over afterwards."""
+    body = attack_bodies(tpot_ms)[name][1](Random(0)) | {"max_tokens": 1, "stream": False, "n": 1}
+    answer = server.post("/v1/chat/completions", {"model": "tiny", **body})
+    if answer.status != 200:
+        raise SystemExit(f"the server refuses attack {name}: {answer.body}")
     attacker = multiprocessing.get_context("spawn").Process(target=run_attack, args=(server.url, name, tpot_ms))
     attacker.start()
     try:
@@ -198,14 +233,18 @@ def measure_beside(server: Server, job: str, name: str, tpot_ms: float, seconds:
         until(lambda: not server.get("/v1/status", headers=headers).body["requests"]["running"], limit_s=ANSWER_LIMIT_S)
 
 
-def feasible_tpot_ms(server: Server) -> float:
-    """Return the tightest TPOT of a few that the server does not replace by its default."""
-    for tpot_ms in (0.5 * 1.15**step for step in range(40)):
-        body = chat("What is a ship?", max_tokens=64, ignore_eos=True, slo={"tpot_ms": tpot_ms})
-        found = server.post("/v1/chat/completions", {"model": "tiny", **body})
-        if "slo" not in found.body["usage"]:
-            return float(round(tpot_ms, 2))
-    raise SystemExit("the server takes no TPOT as feasible")
+def tight_tpot_ms(server: Server) -> float:
+    """Return a TPOT SLO that 32 streams just hold while nothing else runs."""
+    body = chat("What is a ship?", max_tokens=PACE_TOKENS, ignore_eos=True, stream=True)
+
+    async def ask() -> None:
+        if not all(await asyncio.gather(*[post(server.url, "a", body) for _ in range(NUM_SLO_STREAMS)])):
+            raise SystemExit("the server refuses a stream")
+
+    asyncio.run(ask())  # to warm up
+    start_s = time.monotonic()
+    asyncio.run(ask())
+    return round(TIGHT * 1e3 * (time.monotonic() - start_s) / PACE_TOKENS, 2)
 
 
 def start_job(server: Server) -> str:
@@ -251,14 +290,18 @@ def main() -> None:
             options += ("--api-key", f"{tenant}={key}")
         with place.start(*options) as server:
             server.headers = {"Authorization": f"Bearer {KEYS['b']}"}
-            tpot_ms = feasible_tpot_ms(server)
+            tpot_ms = tight_tpot_ms(server)
             job = start_job(server)
             results = {"alone": measure(server, job, given.seconds)}
             print_row("nothing", tpot_ms, results["alone"], results["alone"])
             for name in given.attack or attack_bodies(tpot_ms):
                 results[name] = measure_beside(server, job, name, tpot_ms, given.seconds)
                 print_row(name, tpot_ms, results[name], results["alone"])
-    print(json.dumps({"policy": given.policy, "tpot_ms": tpot_ms} | {name: asdict(each) for name, each in results.items()}))
+    print(
+        json.dumps(
+            {"policy": given.policy, "tpot_ms": tpot_ms} | {name: asdict(each) for name, each in results.items()}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -76,6 +76,7 @@ class Front:
         try:
             self._context = context = server_context(self.config, self.link)
             await context.prompts.load()
+            await context.public_prefixes.load(context.prompts)
         except BaseException:
             await self._close()
             raise

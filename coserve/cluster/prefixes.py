@@ -9,7 +9,7 @@ adapter since: then a prompt takes as long as it would on any other node.
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from coserve.memory.prefix_index import PrefixIndex
+from coserve.memory.prefix_index import PrefixIndex, PrefixOwner
 from coserve.worker.protocol import AddRequest
 
 # Of a prompt, the blocks that are looked at: with these in common two prompts belong together, whatever follows. And of
@@ -18,13 +18,16 @@ _MOST_OF_PROMPT, _MOST_OF_NODE = 256, 4096
 
 
 def prefix_keys(request: AddRequest, block_tokens: int) -> tuple[bytes, ...]:
-    """Of the full blocks of a prompt, the first ones; none if it is computed from its beginning in any case."""
+    """Return the keys of a prompt's first full blocks; none if it is computed from its beginning in any case."""
     if request.params.prompt_logprobs is not None:
         return ()
     adapter = request.adapter
     version = "" if adapter is None else f"{adapter.name}\0{adapter.directory}"
     tokens = request.prompt[: _MOST_OF_PROMPT * block_tokens]
-    return tuple(PrefixIndex(block_tokens).keys(f"{version}\0{request.params.cache_salt}", tokens))
+    owner = PrefixOwner(f"{version}\0{request.params.cache_salt}", request.tenant)
+    if adapter is None:
+        owner = owner._replace(num_public_tokens=request.params.num_public_tokens)
+    return tuple(PrefixIndex(block_tokens).keys(owner, tokens))
 
 
 class SentPrefixes:

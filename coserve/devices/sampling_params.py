@@ -40,6 +40,7 @@ class SamplingParams:
     stop, stop_token_ids: end the request. min_tokens: nothing ends it before. ignore_eos: the end-of-text token does
     not end it. skip_special_tokens: they have no text. include_stop_str_in_output: the text has the stop string, too.
     cache_salt: what is known of a prompt's beginning is shared by requests with the same one alone.
+    num_public_tokens: of the prompt's first tokens, those that are no secret: tenants share what is known of them.
     grammar: that the output follows from its first token on; it ends the request where nothing may come after.
     embeds: the first token comes with the state that it was chosen from: after the final norm, as the last linear layer
     of the head reads it.
@@ -68,6 +69,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     cache_salt: str = ""
+    num_public_tokens: int = 0
     grammar: Grammar | None = None
     embeds: bool = False
 
@@ -93,6 +95,7 @@ class SamplingParams:
         check_whole("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0)
         check_whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         check_whole("top_k", self.top_k, -1)
+        check_whole("num_public_tokens", self.num_public_tokens, 0)
         check_whole("n", self.n, 1, 128)
         if self.seed is not None:
             check_whole("seed", self.seed, -(2**63), 2**63 - 1)

@@ -23,8 +23,9 @@ class EngineConfig:
     others. deterministic: answers and adapters are the same bit for bit, whatever runs beside them; steps take longer
     (docs/engine.md). trainable_models: directories or hub ids of models that jobs may train beside the one that serves,
     by the names that jobs give. tenant_weights: the parts of the device that tenants have beside one another, of those
-    whose part is not 1. weight_window_bytes: of the page pool, that their weights may take at once; None: all
-    that requests and packs leave.
+    whose part is not 1. share_prefixes: whether all tenants share what is known of prompts' beginnings; otherwise each
+    has its own, but for those that are public. weight_window_bytes: of the page pool, that the weights of trainable
+    models may take at once; None: all that requests and packs leave.
     """
 
     policy: str = DEFAULT_POLICY
@@ -41,6 +42,7 @@ class EngineConfig:
     trainable_models: Mapping[str, str] = field(default_factory=dict)
     weight_window_bytes: int | None = None
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         make_policy(self.policy, self.policy_settings)

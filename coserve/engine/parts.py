@@ -73,6 +73,7 @@ class EngineParts:
             self.default_slo,
             self.grammars,
             end_tokens=ends,
+            shares_prefixes=config.share_prefixes,
             text_stream=text_stream,
             emit=self._emit,
             send=commands.send,

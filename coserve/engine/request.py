@@ -11,6 +11,7 @@ from coserve.devices.step_messages import RequestRows, TokenLogprob
 from coserve.engine.text import TextStream
 from coserve.engine.versions import AdapterVersion
 from coserve.memory.kv_cache import PagedSequence
+from coserve.memory.prefix_index import PrefixOwner
 from coserve.scheduling.attainment import Taken, TakenTime
 from coserve.scheduling.plan import RequestView
 from coserve.scheduling.slo import Slo
@@ -71,10 +72,11 @@ class Request:
         prefix_source: "Request | None" = None,
         taken_time: TakenTime | None = None,
         num_model_changes: int = 0,
+        prefix_tenant: str = "",
     ) -> None:
         """slo: what it is served by; asked_slo: what was asked for, which may be beyond the device. taken_time: what is
         taken of the engine's time. priority, batch_due_s: see `RequestView`. prefix_source: the sequence with the same
-        prompt that runs first, so that this one finds its pages.
+        prompt that runs first, so that this one finds its pages. prefix_tenant: see `PrefixOwner`.
         """
         self.id, self.request, self.index, self.prefix_source = id, request, index, prefix_source
         self.num_virtual = 0 if version is None else version.num_virtual_tokens
@@ -84,7 +86,8 @@ class Request:
         self.priority, self.batch_due_s = priority, batch_due_s
         self.is_batch = batch_due_s is not None  # nobody waits for it
         self.version_key = version.key if version is not None else ""
-        self.prefix_key = ""
+        self._prefix_tenant = prefix_tenant
+        self.prefix_owner = PrefixOwner("")
         self.note_model_changes(num_model_changes)
         self.tokens = list(self.prompt)  # and the output after it
         self.num_output = 0
@@ -114,8 +117,10 @@ class Request:
         """How often the weights have been changed that it is to be computed with; before its first row."""
         self.num_model_changes = number
         parts = [self.version_key, *([self.params.cache_salt] if self.params.cache_salt else [])]
-        # By what its prefix is known to others.
-        self.prefix_key = "\0".join(parts) + (f"\1{number}" if number else "")
+        version = "\0".join(parts) + (f"\1{number}" if number else "")
+        # Public prompts are the base's: blocks of an adapter are its tenant's in any case.
+        num_public = 0 if self.version_key else self.params.num_public_tokens
+        self.prefix_owner = PrefixOwner(version, self._prefix_tenant, num_public)
 
     # -- questions ----------------------------------------------------------------
 
@@ -245,7 +250,7 @@ class Request:
     def commit(self, num_rows: int, scored: Sequence[TokenLogprob]) -> None:
         """Rows have run; scored: what came of their targets."""
         assert self.sequence is not None
-        self.sequence.commit(num_rows, self.tokens, self.prefix_key)
+        self.sequence.commit(num_rows, self.tokens, self.prefix_owner)
         if scored:
             self._prompt_logprobs += scored
             self._num_unscored -= len(scored)

@@ -120,7 +120,7 @@ class RequestQueue:
         for request in self.waiting.values():
             request.note_model_changes(number)
             if not request.scores_prompt:
-                self._keys[request.id] = self._cache.prefixes.keys(request.prefix_key, request.tokens)
+                self._keys[request.id] = self._cache.prefixes.keys(request.prefix_owner, request.tokens)
             self._views[request.id] = self._look_up(request)
 
     def admit(self, request: Request) -> OpenRequest | None:
@@ -205,7 +205,7 @@ class RequestQueue:
     def _wait(self, request: Request) -> None:
         shares = not request.scores_prompt
         prefixes = self._cache.prefixes
-        self._keys[request.id] = prefixes.keys(request.prefix_key, request.tokens) if shares else []
+        self._keys[request.id] = prefixes.keys(request.prefix_owner, request.tokens) if shares else []
         self.waiting[request.id] = request
         self._views[request.id] = self._look_up(request)
         self._counters.arrive(request.tenant)

@@ -49,17 +49,19 @@ class Serving:
         grammars: Grammars,
         *,
         end_tokens: frozenset[int],
+        shares_prefixes: bool,
         text_stream: TextStreamMaker | None,
         emit: Callable[[Chunk], None],
         send: Callable[[Command], None],
     ) -> None:
-        """end_tokens: ids of the model that end every request. text_stream: see `EngineCore`. emit: takes chunks. send:
+        """end_tokens: ids of the model that end every request. shares_prefixes: whether tenants share what is known of
+        the beginnings of prompts. text_stream: see `EngineCore`. emit: takes chunks. send:
         has the device do a command with the next step.
         """
         self._device, self._queue, self._versions, self._counters = device, queue, versions, counters
         self._latency, self._default_slo, self._grammars = latency, default_slo, grammars
         self._text_stream, self._emit, self._send = text_stream, emit, send
-        self.end_tokens = end_tokens
+        self.end_tokens, self._shares_prefixes = end_tokens, shares_prefixes
         self.records: deque[RequestRecord] = deque(maxlen=_NUM_RECORDS)
         self.num_slos_clamped = 0
         self.taken_time, self.need = TakenTime(), RecentNeed()
@@ -125,6 +127,7 @@ class Serving:
                 prefix_source=members[0] if members else None,
                 taken_time=self.taken_time,
                 num_model_changes=self._versions.num_model_changes,
+                prefix_tenant="" if self._shares_prefixes else tenant,
             )
             if version is not None:
                 self._versions.hold(version)

@@ -53,7 +53,7 @@ class StepLoop:
     """One step after the other, of all requests and jobs of an engine.
 
     num_steps: that the device has done. last_result: of the last plan; None if that ran nothing, or the device failed.
-    last_need: what requests needed of their SLOs when the last step was planned.
+    last_need: what requests needed of their SLOs when the last step was planned. times: what each tenant was served.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class StepLoop:
         self._pages, self._swap, self._handed = pages, swap, handed
         self._requests, self._serving = requests, serving
         self._adapters, self._jobs, self._counters = adapters, jobs, counters
-        self._times = TenantTimes(config.tenant_weights)
+        self.times = TenantTimes(config.tenant_weights)
         self._commands, self._keep_profile = commands, keep_profile
         self._default_slo = default_slo
         self.policy = policy
@@ -292,8 +292,8 @@ class StepLoop:
 
     def _tenants(self, now_s: float) -> tuple[TenantView, ...]:
         """Return the tenants that have work, or had some lately."""
-        self._times.note_present(self._requests.num_by_tenant.keys() | self._jobs.tenants, now_s)
-        return self._times.views(self._counters.served)
+        self.times.note_present(self._requests.num_by_tenant.keys() | self._jobs.tenants, now_s)
+        return self.times.views(self._counters.served)
 
     # -- apply ------------------------------------------------------------------------
 
@@ -309,9 +309,9 @@ class StepLoop:
         taken = taken_of(plan, step_s=result.seconds - result.copy_s, forward_s=result.forward_s)
         self._serving.taken_time.add(taken, started_s=started_s, ended_s=now_s)
         self._serving.need.add_step(plan, taken, started_s=started_s, ended_s=now_s)
-        if self._times.are_shared:
+        if self.times.are_shared:
             tenants = {id: request.tenant for id, request in self._requests.running.items()}
-            self._times.charge(tenant_seconds(batch, result, tenants, self._jobs, step_s=now_s - started_s))
+            self.times.charge(tenant_seconds(batch, result, tenants, self._jobs, step_s=now_s - started_s))
         if batch.requests:
             self._serving.apply(batch, result, started_s=started_s, now_s=now_s)
         self._jobs.apply(batch, result, started_s=started_s, now_s=now_s)

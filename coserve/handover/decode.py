@@ -164,6 +164,7 @@ class DecodeEnd:
                     ttft_s=limit_s,
                     adapter=adapter,
                     tenant=request.tenant,
+                    num_public_tokens=request.params.num_public_tokens,
                 )
             )
         except BaseException:

@@ -70,7 +70,7 @@ class AdapterFiles(msgspec.Struct, frozen=True):
 class ComputePrompt(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Compute K and V of tokens, which are whole blocks, and copy those from `first_block` on to a page file, the first
     of them to its first place. Answered by `Computed`, as blocks are there, and perhaps `Refused`. ttft_s: time left to
-    the request's first token.
+    the request's first token. num_public_tokens: see `SamplingParams`.
     """
 
     id: int
@@ -78,6 +78,7 @@ class ComputePrompt(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     path: str
     first_block: int
     ttft_s: float
+    num_public_tokens: int = 0
     adapter: AdapterFiles | None = None
     tenant: str = ""
 

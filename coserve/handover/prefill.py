@@ -31,6 +31,7 @@ from coserve.handover.messages import (
     identity_of,
 )
 from coserve.handover.transport import Transport
+from coserve.memory.prefix_index import PrefixOwner
 from coserve.scheduling.slo import Slo
 
 _log = logging.getLogger(__name__)
@@ -147,7 +148,9 @@ class PrefillEnd:
     def _begin(self, partner: _Partner, command: ComputePrompt) -> None:
         adapter = None if command.adapter is None else self._loaded(command.adapter)
         version = "" if adapter is None else self._engine.versions.resolve(adapter).key
-        keys = self._engine.cache.prefixes.keys(version, command.tokens)
+        tenant = "" if self._engine.config.share_prefixes else command.tenant
+        owner = PrefixOwner(version, tenant, 0 if version else command.num_public_tokens)
+        keys = self._engine.cache.prefixes.keys(owner, command.tokens)
         prompt = _Prompt(command, f"{_NAME}{next(self._numbers)}", keys)
         partner.prompts[command.id] = prompt
         self._copy(partner, prompt)
@@ -155,7 +158,7 @@ class PrefillEnd:
             return
         self._engine.add_tokens(
             command.tokens,
-            SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, num_public_tokens=command.num_public_tokens),
             adapter=adapter,
             slo=Slo(ttft_s=max(_LEAST_TTFT_S, command.ttft_s), tpot_s=self._engine.slo.tpot_s),
             request_id=prompt.request,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from coserve.errors import BudgetError
 from coserve.memory.optimizer_pages import OptimizerPages
 from coserve.memory.pages import PagePool
-from coserve.memory.prefix_index import PrefixIndex
+from coserve.memory.prefix_index import PrefixIndex, PrefixOwner
 from coserve.memory.window_pages import WindowPages
 
 OWNER = "kv"
@@ -121,7 +121,7 @@ class PagedSequence:
         self.length += num_blocks * self._block
         assert len(self.pages) * self._block >= self.length
 
-    def commit(self, num_tokens: int, tokens: Sequence[int], version: str) -> None:
+    def commit(self, num_tokens: int, tokens: Sequence[int], owner: PrefixOwner) -> None:
         """The rows of this many tokens have run. `tokens`: all so far, to make full blocks known."""
         self.length += num_tokens
         assert len(tokens) >= self.length
@@ -129,7 +129,7 @@ class PagedSequence:
         if num_blocks > self._num_known and not self._num_state_pages:
             prefixes = self.cache.prefixes
             if len(self._keys) < num_blocks:
-                self._keys = prefixes.keys(version, tokens[: self.length], known=self._keys)
+                self._keys = prefixes.keys(owner, tokens[: self.length], known=self._keys)
             prefixes.register(self._keys, self.pages, range(self._num_known, num_blocks))
             self._num_known = num_blocks
 

@@ -1,7 +1,9 @@
 """Which pages hold the keys and values of which tokens: full blocks that requests with the same prefix share.
 
 A block is found by a hash of its tokens and all tokens before it, which begins with the adapter version, so that an
-entry can never be seen under another version. Blocks are counted by their users; those that no request uses stay until
+entry can never be seen under another version. Where tenants do not share prefixes, the tenant is part of the hash from
+the first block on that is not public: no other tenant finds these blocks, nor learns from time or counts that they are
+there. Blocks are counted by their users; those that no request uses stay until
 their page is needed, and the one unused longest goes first.
 """
 
@@ -10,6 +12,21 @@ from collections import OrderedDict
 from collections.abc import Callable, KeysView, Mapping, Sequence
 from hashlib import blake2b
 from itertools import takewhile
+from typing import NamedTuple
+
+
+class PrefixOwner(NamedTuple):
+    """Who may share a prefix.
+
+    Attributes:
+        version: What the keys and values were computed with: an adapter version, and a salt that a request brings.
+        tenant: The tenant that they belong to; "" for all tenants.
+        num_public_tokens: Tokens at the beginning that all tenants share, whoever the tenant is.
+    """
+
+    version: str
+    tenant: str = ""
+    num_public_tokens: int = 0
 
 
 class PrefixIndex:
@@ -39,15 +56,18 @@ class PrefixIndex:
         """How many these are."""
         return len(self._unused)
 
-    def keys(self, version: str, tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
-        """The key of every full block of tokens under an adapter version; known: those of the first blocks."""
+    def keys(self, owner: PrefixOwner, tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
+        """Return the key of every full block of an owner's tokens; known: those of the first blocks."""
         if not self.shares:
             return []
         found = list(known)
-        key = found[-1] if found else blake2b(version.encode(), digest_size=16, person=b"version").digest()
+        key = found[-1] if found else blake2b(owner.version.encode(), digest_size=16, person=b"version").digest()
+        private = owner.num_public_tokens // self.block_tokens if owner.tenant else -1
         unknown = array("q", tokens[len(found) * self.block_tokens :])
         ids, size = unknown.tobytes(), unknown.itemsize * self.block_tokens
         for start in range(0, len(ids) - size + 1, size):
+            if len(found) == private:  # from here on nobody else finds the blocks
+                key = blake2b(key + owner.tenant.encode(), digest_size=16, person=b"tenant").digest()
             key = blake2b(key + ids[start : start + size], digest_size=16).digest()
             found.append(key)
         return found

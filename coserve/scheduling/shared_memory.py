@@ -107,9 +107,7 @@ class SharedMemoryPlan(MemoryPlan):
             return packs
         held = self._held()
         own = self._wealth(held.get(self.claimant, 0), self.claimant)
-        return [
-            job for job in packs if job.tenant == self.claimant or self._wealth(held[job.tenant], job.tenant) > own
-        ]
+        return [job for job in packs if job.tenant == self.claimant or self._wealth(held[job.tenant], job.tenant) > own]
 
     def _youngest(self) -> RequestView:
         """Return the youngest request of the tenant that holds most."""

@@ -1,5 +1,6 @@
 """The answer of /v1/chat/completions, whole or as events, of the chunks that come for its choices."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -41,19 +42,19 @@ class ChatWriter:
                 of_prompt += chunk.prompt_logprobs
                 reasons[chunk.index] = choice.reason(chunk.finish_reason or "")
                 stops[chunk.index] = chunk.stop_reason
-        choices = [
-            {
-                "index": index,
-                "message": choice.message(),
-                "logprobs": logprobs_of(self._details, found) if self._with_logprobs else None,
-                "finish_reason": reason,
-                "stop_reason": stop,
-                **self._details.ids(ids),
-            }
-            for index, (choice, found, reason, stop, ids) in enumerate(
-                zip(self._choices, logprobs, reasons, stops, tokens, strict=True)
+        choices = []
+        for index, choice in enumerate(self._choices):
+            await asyncio.sleep(0)  # others have their turn: many log-probabilities take long
+            choices.append(
+                {
+                    "index": index,
+                    "message": choice.message(),
+                    "logprobs": logprobs_of(self._details, logprobs[index]) if self._with_logprobs else None,
+                    "finish_reason": reasons[index],
+                    "stop_reason": stops[index],
+                    **self._details.ids(tokens[index]),
+                }
             )
-        ]
         return {
             **self._head("chat.completion"),
             "choices": choices,

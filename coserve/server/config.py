@@ -1,6 +1,7 @@
 """How a server is set up. The options of `coserve up` are these fields."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from coserve.engine.config import EngineConfig
 from coserve.server.options import (
@@ -36,9 +37,10 @@ class ServerConfig(ModelOptions, SchedulingOptions, TenantOptions, HttpOptions, 
         """The engine's part."""
         names = {each.name for each in fields(EngineConfig)} & {each.name for each in fields(self)}
         given = {name: getattr(self, name) for name in names}
-        pairs = {
+        pairs: dict[str, dict[str, Any]] = {
             "policy_settings": _pairs_of("policy_settings", self.policy_settings, "KEY=VALUE"),
             "trainable_models": _pairs_of("trainable_models", self.trainable_models, "NAME=MODEL"),
+            "tenant_weights": _weights_of(self.tenant_weights),
         }
         return EngineConfig(**given | pairs)
 
@@ -49,3 +51,12 @@ def _pairs_of(field: str, given: tuple[str, ...], form: str) -> dict[str, str]:
     if wrong := [text for text, (key, equals, _) in zip(given, pairs, strict=True) if not key or not equals]:
         raise ValueError(f"{field} must be {form}, not {wrong[0]!r}")
     return {key: value for key, _, value in pairs}
+
+
+def _weights_of(given: tuple[str, ...]) -> dict[str, float]:
+    """Return the weights of tenants by name; ValueError for what is not a number."""
+    found = _pairs_of("tenant_weights", given, "TENANT=NUMBER")
+    try:
+        return {tenant: float(text) for tenant, text in found.items()}
+    except ValueError:
+        raise ValueError(f"tenant_weights must be TENANT=NUMBER, not {given[0]!r}") from None

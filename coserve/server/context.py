@@ -3,11 +3,12 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, cast
 
 from fastapi import Depends, Request
+from msgspec import structs
 
 from coserve.errors import EngineGoneError
 from coserve.jobs.manager import JobManager
@@ -29,6 +30,7 @@ from coserve.server.metrics import Metrics
 from coserve.server.other_fields import FieldPolicy
 from coserve.server.page.examples import Previews
 from coserve.server.prompts import Prompts
+from coserve.server.public_prefixes import PublicPrefixes
 from coserve.server.readiness import Readiness
 from coserve.server.status import StatusBoard
 from coserve.server.tool_parsers import ToolParser, parser_class, parser_of_template
@@ -66,6 +68,7 @@ class ServerContext:
         self.admission = Admission(self.keys, self.ledger)
         self.board, self.metrics = StatusBoard(self.ledger), Metrics(self.ledger, lambda: self.model_name)
         self.waiting = WaitingRequests(self.config.max_queued_requests)
+        self.public_prefixes = PublicPrefixes(self.config.public_prefixes)
         self.readiness = Readiness(self.link)
         self.grammar_checks = GrammarChecks(self.prompts, self.link)
         self.previews = Previews(self.prompts)
@@ -178,6 +181,7 @@ class ServerContext:
             self.admission.begin(
                 tenant, num_sequences=number, num_prompt_tokens=sum(len(request.prompt) for request in requests)
             )
+        requests = [self._with_public_tokens(request) for request in requests]
         try:
             stream = self.link.open(requests, self.prompts.text_tokenizer, shown_tokens)
         except BaseException:
@@ -195,6 +199,13 @@ class ServerContext:
             )
             self.ledger.begin(request.id, entry)
         return stream
+
+    def _with_public_tokens(self, request: AddRequest) -> AddRequest:
+        """Return a request that says how much of its prompt's beginning is public."""
+        number = self.public_prefixes.num_tokens(request.prompt)
+        if not number:
+            return request
+        return structs.replace(request, params=replace(request.params, num_public_tokens=number))
 
     def close(self, stream: RequestStream) -> None:
         """Its chunks are no longer wanted."""

@@ -15,6 +15,9 @@ may do stands in a table of its name, and is the server's common setting where i
     tokens_per_minute = 100_000
     max_jobs = 20
     max_file_bytes = "10GB"
+    weight = 2
+
+A weight is a tenant's part of the device beside that of others; the engine reads it when it starts.
 """
 
 import logging
@@ -32,6 +35,7 @@ from coserve.server.config import ServerConfig
 from coserve.server.keys import TENANT_NAME, KeyRing, is_digest, tenant_and_digest
 from coserve.server.limits import Limits
 from coserve.server.units import bytes_of
+from coserve.settings import is_number
 
 _log = logging.getLogger(__name__)
 
@@ -70,12 +74,23 @@ class Keys:
             for name, settings in held["tenants"].items():
                 if settings.pop("operator", False):
                     operators.add(name)
+                settings.pop("weight", None)
                 limits[name] = replace(config.tenant_limits, **settings)
         for where, named in (("--operator", config.operators), (f"[tenants] of {config.api_keys_file}", limits)):
             for name in named:
                 if name not in tenants.values():
                     raise CoserveError(f"{where}: there is no key of tenant {name!r}; coserve keys new makes one")
         return KeyRing(tenants=tenants, operators=frozenset(operators), limits=limits, common=config.tenant_limits)
+
+
+def tenant_weights(config: ServerConfig) -> dict[str, float]:
+    """Return the weights of tenants that have their own: of the command line, and of the file, which goes first."""
+    weights = dict(config.engine.tenant_weights)
+    if config.api_keys_file is not None:
+        for name, settings in _read_file(Path(config.api_keys_file))["tenants"].items():
+            if "weight" in settings:
+                weights[name] = settings["weight"]
+    return weights
 
 
 def _hashed(texts: Iterable[str]) -> dict[str, str]:
@@ -124,14 +139,17 @@ def _settings(name: str, given: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError(f"tenants.{name} must be a table")
     found: dict[str, Any] = dict(given)
-    if unknown := [key for key in found if key not in ("operator", *_LIMITS)]:
-        raise ValueError(f"tenants.{name} has {unknown[0]!r}, which is not one of operator, {', '.join(_LIMITS)}")
+    known = ("operator", "weight", *_LIMITS)
+    if unknown := [key for key in found if key not in known]:
+        raise ValueError(f"tenants.{name} has {unknown[0]!r}, which is not one of {', '.join(known)}")
     if not isinstance(found.get("operator", False), bool):
         raise ValueError(f"tenants.{name}.operator must be true or false")
+    if "weight" in found and not (is_number(found["weight"]) and found["weight"] > 0):
+        raise ValueError(f"tenants.{name}.weight must be a number above 0, not {found['weight']!r}")
     try:
         if isinstance(size := found.get("max_file_bytes"), str):
             found["max_file_bytes"] = bytes_of(size)
-        Limits(**{key: value for key, value in found.items() if key != "operator"})
+        Limits(**{key: value for key, value in found.items() if key in _LIMITS})
     except ValueError as error:
         raise ValueError(f"tenants.{name}: {error}") from None
     return found

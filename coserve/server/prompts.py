@@ -1,11 +1,10 @@
-"""Text to tokens and back in the server's process; the engine gets tokens only."""
+"""Text to tokens and back in the server's process; the engine gets tokens only. Tenants take turns at the tokenizer."""
 
-import asyncio
 import copy
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,13 @@ from coserve.errors import CoserveError, ModelError, RequestError
 from coserve.models.source import ModelSource, find_model
 from coserve.server.errors import ApiError
 from coserve.server.generation_defaults import read_defaults
+from coserve.server.tenant_turns import TenantTurns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Characters of a prompt that takes a tenth of a second, or longer.
-_LONG = 100_000
+# Characters of a prompt that takes some milliseconds, or longer.
+_LONG = 4_000
 # Long prompts that are read at once.
 _NUM_LONG = 2
 
@@ -44,10 +44,7 @@ class Prompts:
         """generation_config: see `read_defaults`. chat_template: in place of the model's."""
         self._model, self._generation_config, self._chat_template = model, generation_config, chat_template
         self.defaults: Mapping[str, Any] = {}  # of SamplingParams, where a request does not say
-        self._thread, self._slow_threads = (
-            ThreadPoolExecutor(1, "tokenizer"),
-            ThreadPoolExecutor(_NUM_LONG, "long prompts"),
-        )
+        self._thread, self._slow_threads = TenantTurns(1, "tokenizer"), TenantTurns(_NUM_LONG, "long prompts")
         self._copies = threading.local()  # a tokenizer for each of the slow threads
         self.longest_token = 0  # characters; 0 without a tokenizer
         self._source: ModelSource | None = None
@@ -93,7 +90,7 @@ class Prompts:
     def close(self) -> None:
         """End the threads."""
         for thread in (self._thread, self._slow_threads):
-            thread.shutdown(wait=False, cancel_futures=True)
+            thread.shutdown()
 
     async def tokens(
         self,
@@ -202,8 +199,8 @@ class Prompts:
             self._pieces[token] = found
         return found
 
-    async def _run(self, thread: ThreadPoolExecutor, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
+    async def _run(self, threads: TenantTurns, function: Any, *arguments: Any) -> Any:
+        return await threads.run(partial(function, *arguments))
 
 
 def num_characters(prompt: Prompt) -> int:

@@ -13,6 +13,7 @@ import ssl
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ from coserve.server.connections import ACCEPT_AT_ONCE, Connections, most_connect
 from coserve.server.context import ServerContext
 from coserve.server.home_lock import lock_home
 from coserve.server.job_service import start_jobs, stop_batches, stop_jobs
+from coserve.server.keys_file import tenant_weights
 from coserve.server.prompts import Prompts, template_of
 from coserve.server.running import RunningServer, announced, reachable_url
 from coserve.server.tracing import open_tracing
@@ -180,7 +182,7 @@ def engine_settings(config: ServerConfig) -> EngineSettings:
         files_url=files_url(config.files_url),
         # A recording is to be run again with the predictions that it was made with.
         measures_first=config.measures_first or config.record is not None,
-        engine=config.engine,
+        engine=replace(config.engine, tenant_weights=tenant_weights(config)),
     )
 
 
@@ -271,6 +273,7 @@ async def _announce(
     found_meanwhile: has commands of this user find the server until it ends.
     """
     await context.prompts.load()
+    await context.public_prefixes.load(context.prompts)
     await start_jobs(context)
     ready = await first.ready
     found_meanwhile()

@@ -9,6 +9,7 @@ from coserve.server.keys import DEFAULT_TENANT
 from coserve.server.keys_file import Keys
 from coserve.server.page import assets
 from coserve.server.responses import error_response
+from coserve.server.tenant_turns import current_tenant
 
 # Probes bring no keys, and browsers none before somebody has signed in: the page that asks for the key tells nothing.
 _OPEN_PATHS = ("/health", "/ready", "/ping", "/", "/ui")
@@ -36,6 +37,7 @@ class TenantMiddleware:
             return
         ring = self._keys.ring
         scope.setdefault("state", {}).update(tenant=tenant, is_operator=ring.is_operator(tenant))
+        current_tenant.set(tenant)
 
         async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -8,6 +8,7 @@ from coserve.devices.job_messages import PlaceOptimizer
 from coserve.engine.page_broker import MomentsNeed, PageBroker
 from coserve.errors import BudgetError
 from coserve.memory.pages import PagePool
+from coserve.memory.prefix_index import PrefixOwner
 from coserve.memory.run_search import RunSearch
 from coserve.tuning.cursor import Cursor
 
@@ -22,7 +23,7 @@ def broker_with_prefixes(num_pages: int, lengths: list[int]) -> PageBroker:
         tokens = [number] * (num_blocks * BLOCK)
         sequence = broker.cache.open((), len(tokens))
         sequence.reserve(len(tokens))
-        sequence.commit(len(tokens), tokens, "")
+        sequence.commit(len(tokens), tokens, PrefixOwner(""))
         opened.append(sequence)
     for sequence in opened:
         sequence.close()
@@ -32,7 +33,7 @@ def broker_with_prefixes(num_pages: int, lengths: list[int]) -> PageBroker:
 def known_blocks(broker: PageBroker, number: int, num_blocks: int) -> int:
     """How many blocks of one of those prefixes are still known."""
     tokens = [number] * (num_blocks * BLOCK + 1)
-    return len(broker.cache.prefixes.find(broker.cache.prefixes.keys("", tokens), len(tokens)))
+    return len(broker.cache.prefixes.find(broker.cache.prefixes.keys(PrefixOwner(""), tokens), len(tokens)))
 
 
 def test_a_run_of_neighbours_forgets_no_more_prefixes_than_lie_in_it():

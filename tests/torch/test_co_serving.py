@@ -2,88 +2,31 @@
 
 from collections import defaultdict
 from dataclasses import replace
-from functools import cache
-from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated import A100, CPU, GPU, PACK_TOKENS, backbone_of, chats, harvest, make_engine, profile_of, submit
 
-from coserve.adapters import LoraConfig
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.engine.records import RequestRecord
 from coserve.engine.request import Chunk
-from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel
-from coserve.scheduling.profile import Curve, Profile
+from coserve.scheduling.profile import Curve
 from coserve.scheduling.slo import LEAST_DEFAULT_TPOT_S, Slo
-from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice
-from coserve.simulate.roofline import roofline_profile
 from coserve.simulate.simulation import Arrival, Simulation
-from coserve.tuning.config import TuningConfig
-from coserve.tuning.examples import Example
 
 pytestmark = pytest.mark.long
-
-A100 = Hardware(name="a100", flops_per_s=2.2e14, bytes_per_s=1.6e12, call_s=5e-6)
-GPU = Hardware(name="gpu", flops_per_s=5e13, bytes_per_s=1e12, call_s=5e-6)
-CPU = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
-ALL = LoraConfig(r=16, target_modules="all-linear")
-PACK_TOKENS = 512
-
-
-@cache
-def _backbone(model: str) -> Backbone:
-    return load_backbone(f"dummy:{model}", device="meta", dtype="bfloat16")
-
-
-@cache
-def _profile(model: str, hardware: Hardware) -> Profile:
-    return roofline_profile(_backbone(model), hardware)
-
-
-def make_engine(
-    model: str = "llama-3.1-8b",
-    hardware: Hardware = A100,
-    *,
-    num_pages: int = 16_000,
-    num_jobs: int = 1,
-    **config: Any,
-) -> EngineCore:
-    profile = _profile(model, hardware)
-    device = ModelledDevice(_backbone(model), profile, num_pages=num_pages)
-    engine = EngineCore(device, LatencyModel(profile), EngineConfig(**config))
-    for _ in range(num_jobs):
-        submit(engine)
-    return engine
-
-
-def submit(engine: EngineCore, *, length: int = 512, tenant: str = "", pack_tokens: int | None = None) -> str:
-    data = [Example(tokens=(1,) * length, trained=(True,) * length)] * 64
-    config = TuningConfig(num_epochs=100_000, max_pack_tokens=pack_tokens)
-    return engine.submit_examples(data, config, adapter=ALL, tenant=tenant)
-
-
-def chats(rate: float, seconds: float, seed: int = 1) -> list[Arrival]:
-    rng, at_s, found = Random(seed), 0.0, []
-    while (at_s := at_s + rng.expovariate(rate)) < seconds:
-        prompt, output = 1 + int(300 * rng.lognormvariate(0, 0.6)), 1 + int(150 * rng.lognormvariate(0, 0.5))
-        found.append(Arrival(at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=output))
-    return found
 
 
 def attained(engine: EngineCore, most_tokens: int = 10_000) -> float:
     """Share of the requests with no more tokens than this whose SLO was held."""
     records = [record for record in engine.records if record.num_output_tokens <= most_tokens]
     return sum(record.attained for record in records) / len(records)
-
-
-def harvest(engine: EngineCore) -> float:
-    return engine.stats().num_tokens_trained / engine.device.clock.now()
 
 
 # -- SLOs that cannot be held -------------------------------------------------------------
@@ -122,11 +65,11 @@ def test_no_default_is_below_what_a_reader_could_notice():
 
 def test_a_default_follows_the_device_until_one_is_set():
     """`bench coserve` sets one for each of its turns: it lasted for 64 steps, then requests came with another one."""
-    predicted = _profile("llama-3.1-8b", A100)
+    predicted = profile_of("llama-3.1-8b", A100)
     slower = replace(
         predicted, forward=Curve(rows=predicted.forward.rows, seconds=tuple([2 * s for s in predicted.forward.seconds]))
     )
-    device = ModelledDevice(_backbone("llama-3.1-8b"), predicted, num_pages=1000, latency=LatencyModel(slower))
+    device = ModelledDevice(backbone_of("llama-3.1-8b"), predicted, num_pages=1000, latency=LatencyModel(slower))
     engine = EngineCore(device, LatencyModel(predicted), EngineConfig())
 
     def run() -> RequestRecord:
@@ -345,11 +288,11 @@ def test_backlogged_tenants_are_served_alike(shapes, weights, tunes):
 @given(SHAPES)
 def test_the_bound_tells_fair_shares_from_first_come_first_served(shapes):
     """The same requests under a policy that does not look at the counters."""
-    spread, bound = spread_and_bound("slack", shapes, (1.0, 2.0, 1.0), tunes=False)
+    spread, bound = spread_and_bound("token-fusion", shapes, (1.0, 2.0, 1.0), tunes=False)
     assert spread > 1.5 * bound
 
 
-@pytest.mark.parametrize("policy", ["vtc", "slack"])
+@pytest.mark.parametrize("policy", ["slack", "vtc", "token-fusion"])
 def test_a_tenant_that_floods_the_queue_delays_others_without_counters(policy):
     engine = make_engine("qwen2.5-0.5b", GPU, num_jobs=0, max_requests=4, policy=policy)
     params = SamplingParams(max_tokens=40, temperature=0.0)
@@ -361,7 +304,7 @@ def test_a_tenant_that_floods_the_queue_delays_others_without_counters(policy):
         engine.step()
     order = [record.request for record in engine.records]
     last = max(order.index(f"calm-{index}") for index in range(4))
-    assert last < 16 if policy == "vtc" else last > 100
+    assert last > 100 if policy == "token-fusion" else last < 16
 
 
 def test_jobs_of_tenants_share_alike_who_has_more_of_them():

@@ -15,7 +15,7 @@ from coserve.memory.activations import LentRuns, group_bytes
 from coserve.memory.kv_cache import KvCache, PagedSequence
 from coserve.memory.paged_kv import PagedKv
 from coserve.memory.pages import PagePool
-from coserve.memory.prefix_index import PrefixIndex
+from coserve.memory.prefix_index import PrefixIndex, PrefixOwner
 from coserve.models import CachedSequence, forward, logits
 from coserve.models.batch import Span
 from coserve.models.bypasses import Bypasses
@@ -40,7 +40,7 @@ class Cache(KvCache):
     def begin(self, tokens: torch.Tensor | None = None, version: str = "") -> PagedSequence:
         """A sequence with the prefix of these tokens that is known."""
         ids = [] if tokens is None else tokens.tolist()
-        return self.open(self.prefixes.keys(version, ids), len(ids))
+        return self.open(self.prefixes.keys(PrefixOwner(version), ids), len(ids))
 
     def extend(self, sequence: PagedSequence, tokens: torch.Tensor, bypasses: Bypasses | None = None) -> Span:
         """A span of a sequence's next tokens, in pages that it takes for them."""
@@ -52,7 +52,7 @@ class Cache(KvCache):
     ) -> torch.Tensor:
         """The hidden rows of a sequence's next tokens, run alone; known: all its tokens, to make full blocks known."""
         hidden = forward(self.backbone, [self.extend(sequence, tokens)])
-        self.commit(sequence, len(tokens), known, version)
+        self.commit(sequence, len(tokens), known, PrefixOwner(version))
         return hidden
 
     def commit(
@@ -61,7 +61,7 @@ class Cache(KvCache):
         if known is None:
             sequence.length += num_tokens
         else:
-            sequence.commit(num_tokens, known.tolist(), version)
+            sequence.commit(num_tokens, known.tolist(), PrefixOwner(version))
 
 
 def lent(tensors: PagedKv, programs, pack) -> LentRuns:
@@ -156,14 +156,14 @@ def test_pages_are_conserved(seed):
 
 
 def found(index: PrefixIndex, tokens: list[int], version: str = "") -> list[int]:
-    return index.find(index.keys(version, tokens), len(tokens))
+    return index.find(index.keys(PrefixOwner(version), tokens), len(tokens))
 
 
 def test_prefixes_are_found_in_whole_blocks_and_leave_a_token_to_run():
     index = PrefixIndex(4)
     tokens = list(range(12))
     index.use([7, 8, 9])
-    keys = index.keys("", tokens)
+    keys = index.keys(PrefixOwner(""), tokens)
     assert len(keys) == 3
     index.register(keys, [7, 8, 9], range(3))
     assert found(index, tokens) == [7, 8], "the last token of a prompt must be run"
@@ -171,8 +171,8 @@ def test_prefixes_are_found_in_whole_blocks_and_leave_a_token_to_run():
     assert found(index, [*tokens[:7], 99, 99, 99]) == [7]
     assert found(index, [99, *tokens]) == []
     assert found(index, [*tokens, 99], "a@1") == [], "another version never sees it"
-    longer = index.keys("", [*tokens, 1, 2, 3, 4], known=keys)
-    assert longer == index.keys("", [*tokens, 1, 2, 3, 4])
+    longer = index.keys(PrefixOwner(""), [*tokens, 1, 2, 3, 4], known=keys)
+    assert longer == index.keys(PrefixOwner(""), [*tokens, 1, 2, 3, 4])
     index.use([3])
     index.register(longer, [7, 8, 9, 3], range(3, 4))
     assert found(index, [*tokens, 1, 2, 3, 4, 5]) == [7, 8, 9, 3]
@@ -182,7 +182,7 @@ def test_what_was_unused_longest_goes_first_and_ends_before_their_prefixes():
     index = PrefixIndex(1)
     for version, pages in (("a", [0, 1, 2]), ("b", [3])):
         index.use(pages)
-        index.register(index.keys(version, [5, 6, 7][: len(pages)]), pages, range(len(pages)))
+        index.register(index.keys(PrefixOwner(version), [5, 6, 7][: len(pages)]), pages, range(len(pages)))
     assert index.release([0, 1, 2]) == []
     assert index.release([3]) == []
     assert index.num_evictable == 4
@@ -219,7 +219,7 @@ def test_pages_of_prefixes_that_no_request_uses_are_had_when_needed():
     cache.run(sequence, tokens, tokens)
     sequence.close()
     assert (cache.pool.num_free, cache.num_available) == (2, 6)
-    keys = cache.prefixes.keys("", [*tokens.tolist(), 5])
+    keys = cache.prefixes.keys(PrefixOwner(""), [*tokens.tolist(), 5])
     assert cache.num_pages_to_open(keys, 17) == (5, 16), "one more page, and four that could not be had any more"
     other = cache.begin(random_tokens(20, 2))
     assert other.num_pages_missing(20) == 5
@@ -361,7 +361,7 @@ def test_a_job_gets_the_pages_of_prefixes_that_no_request_uses():
         tokens = random_tokens(16, seed).tolist()
         sequence = broker.cache.open((), 16)
         sequence.reserve(16)
-        sequence.commit(16, tokens, "")
+        sequence.commit(16, tokens, PrefixOwner(""))
         sequence.close()
     assert broker.pool.num_free == 0
     pack = broker.take_pack([40], 0)
@@ -383,7 +383,7 @@ def test_the_window_of_weights_grows_into_prefixes_that_no_request_uses():
     sequences = [broker.cache.open((), 40) for _ in range(4)]
     for number, sequence in enumerate(sequences):
         sequence.reserve(40)
-        sequence.commit(40, [number] * 40, "")
+        sequence.commit(40, [number] * 40, PrefixOwner(""))
     least = len(broker.window.run)
     assert least < 30
     pack.release()
@@ -419,7 +419,7 @@ def test_the_window_of_weights_grows_past_pages_of_requests():
     for number in range(4):
         sequence = broker.cache.open((), 52)
         sequence.reserve(52)
-        sequence.commit(52, [number] * 52, "")
+        sequence.commit(52, [number] * 52, PrefixOwner(""))
         open_sequences.append(sequence)
     assert len(broker.window.run) == 28
     packs = [broker.take_pack([8], 0, need)]

@@ -29,6 +29,7 @@ from coserve.engine.page_broker import PageBroker
 from coserve.engine.request import Chunk
 from coserve.errors import BudgetError, DeviceMemoryError
 from coserve.memory.kv_cache import PagedSequence
+from coserve.memory.prefix_index import PrefixOwner
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 LORA = LoraConfig(r=3, target_modules="all-linear")
@@ -147,7 +148,7 @@ def test_a_pack_gets_its_runs_where_every_second_page_is_a_request_s(known, size
     broker = PageBroker(num_pages=40, page_bytes=64, block_tokens=BLOCK)
     sequences = scattered(broker, 4, 10)
     for number, sequence in enumerate(sequences if known else ()):
-        sequence.commit(10 * BLOCK, [number] * (10 * BLOCK), "")
+        sequence.commit(10 * BLOCK, [number] * (10 * BLOCK), PrefixOwner(""))
     for sequence in sequences[::2]:
         sequence.close()
     left = sequences[1::2]
@@ -177,7 +178,7 @@ def test_pages_of_requests_stay_where_prefixes_alone_leave_room():
     one, other = (broker.cache.open((), 20 * BLOCK) for _ in range(2))
     for number, sequence in enumerate((one, other)):
         sequence.reserve(20 * BLOCK)
-        sequence.commit(20 * BLOCK, [number] * (20 * BLOCK), "")
+        sequence.commit(20 * BLOCK, [number] * (20 * BLOCK), PrefixOwner(""))
     one.close()
     moved = follow(broker, [other])
     pack = broker.take_pack([8, 8], 0)

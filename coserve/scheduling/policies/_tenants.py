@@ -28,8 +28,9 @@ from coserve.scheduling.plan import JobView, Plan, RequestView, TenantView, View
 from coserve.scheduling.shared_memory import SharedMemoryPlan
 from coserve.scheduling.slo import SOLO_CONTEXT
 
-# A step lasts half a TPOT of the default SLO, or as many decode steps of one request if that is more; up to one TPOT.
-QUANTUM_TPOTS, QUANTUM_DECODES = 0.5, 4.0
+# A step lasts half a TPOT of the default SLO, or as many decode steps of one request if that is more. The third number
+# is the most TPOTs that it lasts: smallest pieces, and errors of prediction, come on top of that.
+QUANTUM_TPOTS, QUANTUM_DECODES, MAX_QUANTUM_TPOTS = 0.5, 4.0, 0.75
 # Rows that decode take no more of their tenant's part than this while it has prompts, and never less than as many
 # decode steps of one request: fewer rows would not take less time.
 DECODE_SHARE, MIN_DECODES = 0.7, 1.5
@@ -143,7 +144,7 @@ def _quantum_s(view: View, latency: LatencyModel, parts: Sequence[_Part]) -> flo
     pace must leave the others theirs.
     """
     alone_s = latency.decode_s(num_requests=1, context=SOLO_CONTEXT)
-    quantum_s = min(view.tpot_s, max(QUANTUM_TPOTS * view.tpot_s, QUANTUM_DECODES * alone_s))
+    quantum_s = max(QUANTUM_TPOTS * view.tpot_s, min(QUANTUM_DECODES * alone_s, MAX_QUANTUM_TPOTS * view.tpot_s))
     for part in parts:
         if not part.decoding:
             continue

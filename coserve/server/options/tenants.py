@@ -83,6 +83,27 @@ class TenantOptions(OptionGroup):
         metavar="N",
         shown="no limit",
     )
+    tenant_weights: tuple[str, ...] = option(
+        (),
+        "--tenant-weight",
+        "TENANT=NUMBER: a tenant's part of the device beside that of others, which is 1; may be given several times.",
+        metavar="TENANT=N",
+        shown="1 for each",
+    )
+    share_prefixes: bool = option(
+        False,
+        "--share-prefixes",
+        "Have all tenants share what was computed of prompts' beginnings; cached_tokens and times then tell a tenant "
+        "what prompts of others began with.",
+    )
+    public_prefixes: tuple[Path, ...] = option(
+        (),
+        "--public-prefix",
+        "File with a system prompt, or the beginning of a text, whose computed part all tenants share; may be given "
+        "several times.",
+        metavar="FILE",
+        shown="none",
+    )
     allow_adapter_paths: tuple[Path, ...] = option(
         (),
         "--allow-adapter-paths",

@@ -1,0 +1,192 @@
+"""Tenants share a device under the default policy: time, memory, and what each of them may claim."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated import GPU, chats, harvest, make_engine, submit
+
+from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.core import EngineCore
+from coserve.engine.records import RequestRecord
+from coserve.scheduling.slo import Slo
+from coserve.simulate.simulation import Arrival, Simulation
+
+MODEL, SECONDS = "qwen2.5-0.5b", 12.0
+
+
+def engine_of(policy: str = "slack", **config: object) -> EngineCore:
+    return make_engine(MODEL, GPU, num_pages=4000, num_jobs=0, policy=policy, **config)
+
+
+def streams(tenant: str, interval_s: float = 0.5) -> list[Arrival]:
+    number = int((SECONDS - 1.0) / interval_s)
+    return [
+        Arrival(at_s=0.5 + index * interval_s, num_prompt_tokens=60, num_output_tokens=32, tenant=tenant)
+        for index in range(number)
+    ]
+
+
+def simulate(engine: EngineCore, arrivals: list[Arrival], seconds: float = SECONDS) -> list[RequestRecord]:
+    """The requests of 32 tokens: tenant b's."""
+    for _ in Simulation(engine, sorted(arrivals, key=lambda each: each.at_s)).run(seconds):
+        pass
+    return [record for record in engine.records if record.num_output_tokens == 32]
+
+
+def rows_of(engine: EngineCore, tenant: str) -> float:
+    return sum(job.num_rows_run for job in engine.jobs.values() if job.tenant == tenant)
+
+
+def long_prompts(engine: EngineCore) -> list[Arrival]:
+    return [
+        Arrival(at_s=1.0 + 0.02 * index, num_prompt_tokens=1400, num_output_tokens=64, tenant="a")
+        for index in range(500)
+    ]
+
+
+def many_samples(engine: EngineCore) -> list[Arrival]:
+    return [
+        Arrival(at_s=1.0 + 4.0 * (index // 1000), num_prompt_tokens=30, num_output_tokens=128, tenant="a")
+        for index in range(3000)
+    ]
+
+
+def tight_slos(engine: EngineCore) -> list[Arrival]:
+    slo = Slo(ttft_s=1.0, tpot_s=1.2 * engine.latency.decode_s(num_requests=32, context=300))
+    return [
+        Arrival(at_s=1.0 + 2.0 * (index // 32), num_prompt_tokens=30, num_output_tokens=512, slo=slo, tenant="a")
+        for index in range(32 * 5)
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("attack", [long_prompts, many_samples, tight_slos])
+def test_a_tenant_keeps_its_share_beside_a_flood(attack: Callable[[EngineCore], list[Arrival]]):
+    """Requests that hold their SLOs, first tokens no later than twice what they take alone, and its job."""
+    alone, beside = engine_of(), engine_of()
+    for engine in (alone, beside):
+        submit(engine, length=128, tenant="b")
+    before = simulate(alone, streams("b"))
+    after = simulate(beside, [*streams("b"), *attack(beside)])
+    assert len(after) >= 0.9 * len(before)
+    assert all(record.attained for record in after)
+    middle = len(after) // 2
+    assert sorted(each.ttft_s for each in after)[middle] <= 2 * sorted(each.ttft_s for each in before)[middle]
+    assert rows_of(beside, "b") >= 0.45 * rows_of(alone, "b")
+
+
+@pytest.mark.long
+@settings(deadline=None, max_examples=8)
+@given(
+    st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=2, max_size=4),
+    st.lists(st.tuples(st.integers(20, 600), st.integers(8, 60)), min_size=4, max_size=4),
+    st.booleans(),
+)
+def test_backlogged_tenants_are_served_by_their_weights(weights, shapes, tunes):
+    """What tenants are served, by weight, differs by 2 max(L, M) between any two moments, as FlexLLM's theorem 1 says,
+    in seconds: L is what the longest prompt takes, M what the longest step does.
+    """
+    tenants = [f"tenant-{index}" for index in range(len(weights))]
+    engine = engine_of(max_requests=16, tenant_weights=dict(zip(tenants, weights, strict=True)))
+    for tenant, (prompt, output) in zip(tenants, shapes, strict=False):
+        for index in range(150):
+            tokens = [len(tenants) * index + tenants.index(tenant)] * prompt
+            engine.add_tokens(tokens, SamplingParams(max_tokens=output, temperature=0.0), tenant=tenant)
+        if tunes:
+            submit(engine, length=64, tenant=tenant, pack_tokens=512)
+    served, longest_s = list[list[float]](), 0.0
+    while len(served) < 400 and {each.tenant for each in engine.requests.waiting.values()} == set(tenants):
+        before_s = engine.device.clock.now()
+        engine.step()
+        longest_s = max(longest_s, engine.device.clock.now() - before_s)
+        served.append([engine.loop.times.used_s(tenant) for tenant in tenants])
+    prompt_s = engine.latency.prompt_s(max(prompt for prompt, _ in shapes))
+    bound_s = 2 * max(prompt_s, longest_s) / min(weights)
+    for first in range(len(tenants)):
+        for second in range(first):
+            gaps = [moment[first] - moment[second] for moment in served[1:]]
+            assert max(gaps) - min(gaps) <= bound_s
+    assert len(served) > 50
+
+
+@pytest.mark.long
+def test_a_tenant_gets_the_part_of_its_weight():
+    engine = engine_of(tenant_weights={"heavy": 3.0})
+    for tenant in ("heavy", "light"):
+        submit(engine, length=64, tenant=tenant)
+    simulate(engine, [])
+    assert rows_of(engine, "heavy") == pytest.approx(3 * rows_of(engine, "light"), rel=0.15)
+
+
+@pytest.mark.long
+def test_requests_of_a_tenant_take_nothing_from_the_job_of_another_beyond_their_share():
+    engine = engine_of()
+    submit(engine, length=64, tenant="tunes")
+    simulate(engine, many_samples(engine))
+    assert rows_of(engine, "tunes") > 0.45 * rows_alone()
+
+
+def rows_alone() -> float:
+    engine = engine_of()
+    submit(engine, length=64, tenant="tunes")
+    simulate(engine, [])
+    return rows_of(engine, "tunes")
+
+
+@pytest.mark.long
+def test_what_a_tenant_does_not_need_goes_to_the_others():
+    """A few chats of another tenant cost a job no more than the time that they take."""
+    engine = engine_of()
+    submit(engine, length=64, tenant="tunes")
+    simulate(engine, streams("b", 2.0))
+    assert rows_of(engine, "tunes") > 0.8 * rows_alone()
+
+
+@pytest.mark.long
+def test_nothing_changes_for_a_tenant_that_is_alone():
+    """Step by step the plans of a policy that does not share time."""
+    plans = []
+    for policy in ("slack", "vtc"):
+        engine = engine_of(policy)
+        submit(engine, tenant="one")
+        arrivals = [replace(each, tenant="one") for each in chats(2.0, 6.0)]
+        seen = [engine.last_plan for _ in Simulation(engine, arrivals).run(6.0)]
+        plans.append(seen)
+        assert harvest(engine) > 0
+    assert plans[0] == plans[1] and len(plans[0]) > 100
+
+
+def test_a_tenant_that_holds_every_slot_makes_room_for_another():
+    engine = engine_of(max_requests=4)
+    params = SamplingParams(max_tokens=400, temperature=0.0)
+    rng = Random(1)
+    for _ in range(12):
+        engine.add_tokens([rng.randrange(1000) for _ in range(40)], params, tenant="flood")
+    for _ in range(20):
+        engine.step()
+    assert len(engine.requests.running) == 4
+    for _ in range(3):
+        engine.add_tokens([rng.randrange(1000) for _ in range(40)], params, tenant="calm")
+    for _ in range(3):
+        engine.step()
+    running = [request.tenant for request in engine.requests.running.values()]
+    assert sorted(running) == ["calm", "calm", "flood", "flood"]
+
+
+def test_a_tenant_that_holds_every_page_makes_room_for_another():
+    engine = make_engine(MODEL, GPU, num_pages=64, num_jobs=0)
+    params = SamplingParams(max_tokens=200, temperature=0.0)
+    rng = Random(1)
+    for _ in range(12):
+        engine.add_tokens([rng.randrange(1000) for _ in range(150)], params, tenant="flood")
+    for _ in range(20):
+        engine.step()
+    assert engine.requests.waiting, "the flood has filled the pool"
+    engine.add_tokens([rng.randrange(1000) for _ in range(150)], params, request_id="calm", tenant="calm")
+    for _ in range(3):
+        engine.step()
+    assert any(request.tenant == "calm" for request in engine.requests.running.values())
