@@ -102,7 +102,7 @@ def prompt(rng: Random, num_words: int) -> str:
     return " ".join([str(rng.random()), *rng.choices(WORDS, k=num_words)])
 
 
-async def post(url: str, tenant: str, body: Mapping[str, Any], on_event: Callable[[], None] | None = None) -> bool:
+async def post(url: str, tenant: str, body: Mapping[str, Any], on_event: Callable[[], object] | None = None) -> bool:
     """Send one chat completion and read its answer; return whether it came to its end with status 200.
 
     Args:
@@ -183,7 +183,7 @@ async def open_streams(url: str, seconds: float) -> tuple[int, int, list[float]]
     async def stream(number: int) -> None:
         start_s = time.monotonic()
         body = chat(prompt(rng, 40), max_tokens=32, ignore_eos=True, stream=True, temperature=0.0)
-        if await post(url, "b", body, lambda: ttfts_s.setdefault(number, time.monotonic() - start_s) and None):
+        if await post(url, "b", body, lambda: ttfts_s.setdefault(number, time.monotonic() - start_s)):
             ended.append(time.monotonic())
 
     num_sent = int(seconds / INTERVAL_S)
@@ -285,7 +285,7 @@ def main() -> None:
     with TemporaryDirectory(prefix="coserve-tenants-") as directory:
         place = Place(code=given.code, directory=Path(directory), measured=home_directory())
         place.adapters.mkdir()
-        options = ("--policy", given.policy, "--memory", "512MiB")
+        options: tuple[str, ...] = ("--policy", given.policy, "--memory", "512MiB")
         for tenant, key in KEYS.items():
             options += ("--api-key", f"{tenant}={key}")
         with place.start(*options) as server:

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from front_server import AS_FRONT
-from served import adapter_root, peft_model, serving
+from served import Served, adapter_root, peft_model, serving
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -59,3 +59,34 @@ def test_keys_and_what_they_open(before: str):
         assert 'coserve_requests_finished_total{adapter="mine",tenant="ben"} 1.0' in metrics
         assert "secret" not in metrics
         assert "secret" not in served.log.read_text()
+
+
+def num_cached(served: Served, key: str, **more: Any) -> int:
+    """Of a prompt that several tenants send."""
+    body = {"model": "small", "prompt": "One copy of the weights serves and learns. " * 4, "max_tokens": 1, **more}
+    answer = served.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_cached_tokens_tell_a_tenant_nothing_of_the_prompts_of_others(tmp_path: Path):
+    public = tmp_path / "public.txt"
+    public.write_text("One copy of the weights ")
+    keys = ("--api-key", "ann=secret-1", "--api-key", "ben=secret-2")
+    with serving(*keys, "--public-prefix", str(public), "--tenant-weight", "ann=2") as served:
+        assert num_cached(served, "secret-1") == 0
+        known = num_cached(served, "secret-2")
+        whole = num_cached(served, "secret-2")
+        assert whole > known
+        assert num_cached(served, "secret-1", cache_salt="x") <= known
+        chat = {"messages": [{"role": "system", "content": public.read_text()}, {"role": "user", "content": "Hi"}]}
+        for key in ("secret-1", "secret-2"):
+            headers = {"Authorization": f"Bearer {key}"}
+            asked = {"model": "small", "max_tokens": 1, **chat}
+            assert served.post("/v1/chat/completions", json=asked, headers=headers).status_code == 200
+
+
+def test_prefixes_are_shared_among_tenants_where_the_operator_says_so():
+    with serving("--api-key", "ann=secret-1", "--api-key", "ben=secret-2", "--share-prefixes") as served:
+        assert num_cached(served, "secret-1") == 0
+        assert num_cached(served, "secret-2") > 100

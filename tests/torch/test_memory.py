@@ -52,7 +52,7 @@ class Cache(KvCache):
     ) -> torch.Tensor:
         """The hidden rows of a sequence's next tokens, run alone; known: all its tokens, to make full blocks known."""
         hidden = forward(self.backbone, [self.extend(sequence, tokens)])
-        self.commit(sequence, len(tokens), known, PrefixOwner(version))
+        self.commit(sequence, len(tokens), known, version)
         return hidden
 
     def commit(
