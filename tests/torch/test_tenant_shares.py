@@ -5,8 +5,6 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from simulated import GPU, chats, harvest, make_engine, submit
 
 from coserve.devices.sampling_params import SamplingParams
@@ -77,40 +75,6 @@ def test_a_tenant_keeps_its_share_beside_a_flood(attack: Callable[[EngineCore], 
     middle = len(after) // 2
     assert sorted(each.ttft_s for each in after)[middle] <= 2 * sorted(each.ttft_s for each in before)[middle]
     assert rows_of(beside, "b") >= 0.45 * rows_of(alone, "b")
-
-
-@pytest.mark.long
-@settings(deadline=None, max_examples=8)
-@given(
-    st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=2, max_size=4),
-    st.lists(st.tuples(st.integers(20, 600), st.integers(8, 60)), min_size=4, max_size=4),
-    st.booleans(),
-)
-def test_backlogged_tenants_are_served_by_their_weights(weights, shapes, tunes):
-    """What tenants are served, by weight, differs by 2 max(L, M) between any two moments, as FlexLLM's theorem 1 says,
-    in seconds: L is what the longest prompt takes, M what the longest step does.
-    """
-    tenants = [f"tenant-{index}" for index in range(len(weights))]
-    engine = engine_of(max_requests=16, tenant_weights=dict(zip(tenants, weights, strict=True)))
-    for tenant, (prompt, output) in zip(tenants, shapes, strict=False):
-        for index in range(150):
-            tokens = [len(tenants) * index + tenants.index(tenant)] * prompt
-            engine.add_tokens(tokens, SamplingParams(max_tokens=output, temperature=0.0), tenant=tenant)
-        if tunes:
-            submit(engine, length=64, tenant=tenant, pack_tokens=512)
-    served, longest_s = list[list[float]](), 0.0
-    while len(served) < 400 and {each.tenant for each in engine.requests.waiting.values()} == set(tenants):
-        before_s = engine.device.clock.now()
-        engine.step()
-        longest_s = max(longest_s, engine.device.clock.now() - before_s)
-        served.append([engine.loop.times.used_s(tenant) for tenant in tenants])
-    prompt_s = engine.latency.prompt_s(max(prompt for prompt, _ in shapes))
-    bound_s = 2 * max(prompt_s, longest_s) / min(weights)
-    for first in range(len(tenants)):
-        for second in range(first):
-            gaps = [moment[first] - moment[second] for moment in served[1:]]
-            assert max(gaps) - min(gaps) <= bound_s
-    assert len(served) > 50
 
 
 @pytest.mark.long
