@@ -21,7 +21,7 @@ class PrefixOwner(NamedTuple):
     Attributes:
         version: What the keys and values were computed with: an adapter version, and a salt that a request brings.
         tenant: The tenant that they belong to; "" for all tenants.
-        num_public_tokens: Tokens at the beginning that all tenants share, whoever the tenant is.
+        num_public_tokens: Tokens at the beginning that all tenants share, whatever the tenant.
     """
 
     version: str

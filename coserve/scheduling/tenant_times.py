@@ -5,7 +5,7 @@ Sheng et al., section 3.2): requests, jobs and batch work of a tenant have one c
 steps among tenants (`Policy.shares_time`) give the tenant with the smallest counter more of the next step.
 
 A tenant that had no work is lifted to the smallest counter of those that have, so that idling saves up no credit. No
-counter stays further behind the largest one than `MAX_CREDIT_S`: a tenant that uses less than its share for long would
+counter falls below the largest one by more than `MAX_CREDIT_S`: a tenant that uses less than its share for long would
 otherwise take the whole device for as long as it saved up.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Set
 
 from coserve.scheduling.plan import TenantView
 
-# The most seconds, of a tenant of weight 1, that a counter may be behind the largest one.
+# The most seconds, of a tenant of weight 1, by which a counter may be below the largest one.
 MAX_CREDIT_S = 0.25
 # A tenant counts as one that may come back at any moment for as long after its last work.
 RECENT_S = 60.0
