@@ -14,7 +14,8 @@ from support import make_backbone, make_model
 from torch import Tensor, nn
 
 from coserve.adapters import Adapter, load_adapter, save_adapter
-from coserve.adapters.base import PEFT_PREFIX, AdapterConfig, AdapterLayout
+from coserve.adapters.base import PEFT_PREFIX, AdapterConfig
+from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.methods import method
 from coserve.adapters.peft_directory import read_config
 from coserve.adapters.reparametrization import Reparametrization

@@ -9,9 +9,7 @@ output y before the sum and its weights, and tensors that are derived from the p
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -19,13 +17,14 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.file_names import CONFIG_FILE, WEIGHTS_FILE
+from coserve.adapters.frozen_weights import FROZEN, FrozenWeights
+from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.places import Place, Site
 from coserve.adapters.reparametrization import Reparametrization
 from coserve.adapters.tensor_files import write_tensors
 from coserve.adapters.whole_files import replace_file
 from coserve.errors import AdapterError
 from coserve.graph.bypass import AttachedGraph, Bypass, attach
-from coserve.graph.tensors import TensorSpec
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
 from coserve.models.bypasses import BoundBypass, Bypasses
@@ -62,6 +61,14 @@ class AdapterConfig(ABC):
 
         training: with what only training does (dropout). The parameters are the same either way.
         """
+
+    def shared(self, architecture: Architecture) -> Mapping[str, str]:
+        """Return the parameters that are used at a second module: full name there -> full name of the parameter."""
+        return {}
+
+    def why_not_trained(self, architecture: Architecture) -> str:
+        """Return why an adapter of this config can be served and not be trained; "" if it can."""
+        return ""
 
     @abstractmethod
     def initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
@@ -114,6 +121,10 @@ class AdapterConfig(ABC):
             name: self.from_peft_value(local, tensors[PEFT_PREFIX + name]) for name, local in layout.local_names.items()
         }
 
+    def frozen_file_name(self, module: str, architecture: Architecture) -> str:
+        """Return what PEFT's file calls a module's weight that the adapter brings and does not train."""
+        return f"{PEFT_PREFIX}{module}.weight"
+
     def to_peft_value(self, parameter: str, value: Tensor) -> Tensor:
         """A parameter (by its name in the bypass) as PEFT's files have it; here: as it is."""
         return value
@@ -138,58 +149,6 @@ class AdapterConfig(ABC):
         """
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdapterLayout:
-    """What an adapter's tensors are, before there are any.
-
-    places: by full module name. shapes, local_names, modules: full parameter name -> its shape, its name in the bypass,
-    and the module that it sits at. derived: by module, what follows from its parameters.
-    """
-
-    places: dict[str, Place]
-    shapes: dict[str, tuple[int, ...]]
-    local_names: dict[str, str]
-    modules: dict[str, str]
-    derived: dict[str, tuple[TensorSpec, ...]]
-
-    @classmethod
-    def of(cls, config: AdapterConfig, architecture: Architecture, *, every_target: bool = True) -> Self:
-        """Of a method on a model; AdapterError if it fits nowhere. every_target: see `AdapterConfig.sites`."""
-        places = {
-            module: Place.of(architecture, module, part, node)
-            for module, (part, node) in config.sites(architecture, every_target=every_target).items()
-        }
-        graphs = {module: config.bypass(place, training=False).graph for module, place in places.items()}
-        found = [(module, tensor) for module, graph in graphs.items() for tensor in graph.with_kind("parameter")]
-        return cls(
-            places=places,
-            shapes={f"{module}.{tensor.name}": tensor.shape for module, tensor in found},
-            local_names={f"{module}.{tensor.name}": tensor.name for module, tensor in found},
-            modules={f"{module}.{tensor.name}": module for module, tensor in found},
-            derived={module: specs for module, graph in graphs.items() if (specs := graph.with_kind("derived"))},
-        )
-
-    @property
-    def sites(self) -> dict[str, tuple[Part, str]]:
-        """Full module name -> (part, node)."""
-        return {module: (place.part, place.node.name) for module, place in self.places.items()}
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(prod(shape) for shape in self.shapes.values())
-
-    @property
-    def num_derived(self) -> int:
-        """Elements of what is derived; what is equal at several places is there once."""
-        kinds = {(spec.name, spec.shape) for specs in self.derived.values() for spec in specs}
-        return sum(prod(shape) for _, shape in kinds)
-
-    @property
-    def largest(self) -> str:
-        """The name of the largest tensor."""
-        return max(self.shapes, key=lambda name: prod(self.shapes[name]), default="")
-
-
 class Adapter:
     """The parameters of one method on one backbone: float32 masters, and a compute copy in the backbone's dtype.
 
@@ -205,15 +164,26 @@ class Adapter:
         seed: int = 0,
         every_target: bool = True,
         masters: Mapping[str, Tensor] | None = None,
+        frozen: FrozenWeights | None = None,
+        frozen_weights: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """A fresh adapter; AdapterError if it fits nowhere on this model.
+        """Make a fresh adapter; AdapterError if it fits nowhere on this model.
 
         seed: of the initial values, which do not depend on the device. every_target: see `AdapterConfig.sites`.
-        masters: copied in place of initial values.
+        masters: copied in place of initial values. frozen, frozen_weights: what it brings and does not train, and these
+        tensors by module.
         """
         self.backbone, self.config = backbone, config
-        self.layout = layout = AdapterLayout.of(config, backbone.architecture, every_target=every_target)
-        self.at = {module: Site(place=place, backbone=backbone) for module, place in layout.places.items()}
+        architecture = backbone.architecture
+        self.layout = layout = AdapterLayout.of(config, architecture, every_target=every_target, frozen=frozen)
+        self.frozen_weights = {
+            module: tensor.to(backbone.device, backbone.dtype).contiguous()
+            for module, tensor in (frozen_weights or {}).items()
+        }
+        self.at = {
+            module: Site(place=place, backbone=backbone, frozen=self._frozen_weight(module))
+            for module, place in layout.places.items()
+        }
         generator = torch.Generator().manual_seed(seed)
         self.masters: dict[str, Tensor] = {}
         self._compute: dict[Part, dict[str, Tensor]] = {}
@@ -231,18 +201,41 @@ class Adapter:
             part = layout.places[module].part
             local = name.removeprefix(backbone.architecture.prefix(part))
             self._compute.setdefault(part, {})[local] = value.to(backbone.dtype)
+        for name, owner in layout.shared.items():
+            part, local = self._place_of(name)
+            owner_part, owner_local = self._place_of(owner)
+            self._compute.setdefault(part, {})[local] = self._compute[owner_part][owner_local]
         self._tensors = {part: dict(tensors) for part, tensors in self._compute.items()}
+        for site in self.at.values():
+            if site.frozen is not None:
+                self._tensors.setdefault(site.place.part, {})[f"{site.place.node.name}.{FROZEN}"] = site.frozen
         self._derive()
 
     @property
-    def sites(self) -> dict[str, tuple[Part, str]]:
-        """Full module name -> (part, node)."""
-        return self.layout.sites
+    def vocab_size(self) -> int:
+        """Return the number of tokens of the adapter's model, if it is another than the backbone's; else 0."""
+        own = self.architecture.vocab_size
+        return 0 if own == self.backbone.architecture.vocab_size else own
 
     @property
-    def local_names(self) -> dict[str, str]:
-        """Full parameter name -> its name in the bypass."""
-        return self.layout.local_names
+    def architecture(self) -> Architecture:
+        """Return that of the adapter's model, whose vocabulary may be another than the backbone's."""
+        return self.layout.architecture
+
+    def _frozen_weight(self, module: str) -> Tensor | None:
+        """Return the weight that the adapter brings for a module, if it brings one."""
+        frozen = self.layout.frozen
+        return None if frozen is None else self.frozen_weights.get(frozen.owner(module, self.architecture))
+
+    def _place_of(self, name: str) -> tuple[Part, str]:
+        """Return the part of a parameter, by its full name, and its name in the part's graph."""
+        place = next(place for module, place in self.layout.places.items() if name.startswith(f"{module}."))
+        return place.part, name.removeprefix(self.architecture.prefix(place.part))
+
+    @property
+    def sites(self) -> dict[str, tuple[Part, str]]:
+        """Return full module name -> (part, node)."""
+        return self.layout.sites
 
     @property
     def num_parameters(self) -> int:
@@ -250,14 +243,15 @@ class Adapter:
 
     @property
     def num_bytes(self) -> int:
-        """Of the masters."""
+        """Return the bytes of the masters."""
         return sum(tensor.nbytes for tensor in self.masters.values())
 
     @cached_property
     def parameter_parts(self) -> dict[str, tuple[Part, str]]:
         """Full parameter name -> (part, name in the part's graph)."""
-        prefix = self.backbone.architecture.prefix
-        return {prefix(part) + name: (part, name) for part, tensors in self._compute.items() for name in tensors}
+        places = [(part, name) for part, tensors in self._compute.items() for name in tensors]
+        prefix, shared = self.architecture.prefix, self.layout.shared
+        return {full: (part, name) for part, name in places if (full := prefix(part) + name) not in shared}
 
     def parameters(self, part: Part) -> Mapping[str, Tensor]:
         """The compute copies of one part, by their name in its graph."""
@@ -288,8 +282,9 @@ class Adapter:
         self._derive()
 
     def master_name(self, part: Part, name: str) -> str:
-        """The full name of a parameter by its name in a part's graph."""
-        return self.backbone.architecture.prefix(part) + name
+        """Return the full name of a parameter by its name in a part's graph."""
+        full = self.architecture.prefix(part) + name
+        return self.layout.shared.get(full, full)
 
     def checkpoint_copy(self) -> "Adapter":
         """A copy of all that a checkpoint needs of it."""
@@ -307,11 +302,21 @@ class Adapter:
         """Write its files: in PEFT's format, float32. The config names this backbone as the base model, and the task
         that it is for: causal language modelling.
         """
-        fields = {**self.config.to_peft(), **self.config.to_peft_of(self.backbone.architecture)}
+        fields = {**self.config.to_peft(), **self.config.to_peft_of(self.architecture)}
         fields["base_model_name_or_path"] = self.backbone.name
-        tensors = self.config.to_peft_tensors(self.masters, self.layout)
+        tensors = self.config.to_peft_tensors(self.masters, self.layout) | self._frozen_in_files()
         write_tensors(directory / WEIGHTS_FILE, {name: each.contiguous().cpu() for name, each in tensors.items()})
         replace_file(directory / CONFIG_FILE, (json.dumps(fields, indent=2) + "\n").encode())
+
+    def _frozen_in_files(self) -> dict[str, Tensor]:
+        """Return the weights that are not trained as PEFT's files have them."""
+        frozen = self.layout.frozen
+        found = {} if frozen is None else {module: self._frozen_weight(module) for module in frozen.modules}
+        return {
+            self.config.frozen_file_name(module, self.architecture): tensor
+            for module, tensor in found.items()
+            if tensor is not None
+        }
 
     def snapshot(self) -> "Adapter":
         """A copy of the parameters as they are now, which later training does not touch."""
@@ -323,11 +328,11 @@ class Adapter:
         """
         copy = Adapter.__new__(Adapter)
         copy.backbone, copy.config, copy.layout, copy.at = self.backbone, self.config, self.layout, self.at
-        copy.masters = masters
+        copy.masters, copy.frozen_weights = masters, self.frozen_weights
         copy._attached = self._attached  # the graphs are the same
-        prefix, dtype = self.backbone.architecture.prefix, self.backbone.dtype
+        computed = {name: master.to(self.backbone.dtype) for name, master in masters.items()}
         copy._compute = {
-            part: {name: masters[prefix(part) + name].to(dtype) for name in tensors}
+            part: {name: computed[self.master_name(part, name)] for name in tensors}
             for part, tensors in self._compute.items()
         }
         copy._tensors = {part: {**tensors, **copy._compute.get(part, {})} for part, tensors in self._tensors.items()}
@@ -340,34 +345,37 @@ class Adapter:
             if self.backbone.device.type == "meta":
                 found: Mapping[str, Tensor] = {spec.name: torch.empty(spec.shape, device="meta") for spec in specs}
             else:
-                found = self.config.derived(site, self._masters_at[module])
+                found = self.config.derived(site, self.masters_at[module])
             assert found.keys() == {spec.name for spec in specs}, "what the bypass declares, and no more"
             tensors = self._tensors.setdefault(site.place.part, {})
             for name, tensor in found.items():
                 tensors[f"{site.place.node.name}.{name}"] = tensor.to(self.backbone.dtype)
 
     @cached_property
-    def _masters_at(self) -> dict[str, dict[str, Tensor]]:
+    def masters_at(self) -> dict[str, dict[str, Tensor]]:
         """By module, its parameters by their names in the bypass."""
         found: dict[str, dict[str, Tensor]] = {module: {} for module in self.layout.places}
         for name, master in self.masters.items():
-            found[self.layout.modules[name]][self.local_names[name]] = master
+            found[self.layout.modules[name]][self.layout.local_names[name]] = master
+        for name, owner in self.layout.shared.items():
+            module = next(module for module in found if name.startswith(f"{module}."))
+            found[module][name.removeprefix(f"{module}.")] = self.masters[owner]
         return found
 
     @cached_property
     def _attached(self) -> dict[bool, dict[Part, AttachedGraph]]:
-        graphs = self.backbone.architecture.graphs
+        graphs, layout = self.architecture.graphs, self.layout
         shared: dict[tuple[Any, ...], AttachedGraph] = {}
         result: dict[bool, dict[Part, AttachedGraph]] = {}
         for training in (True, False):
             result[training] = {}
             for part, graph in graphs.items():
                 bypasses = {
-                    place.node.name: self.config.bypass(place, training=training)
-                    for place in self.layout.places.values()
+                    place.node.name: layout.bypass(self.config, place, training=training)
+                    for place in layout.places.values()
                     if place.part == part
                 }
-                key = (graph, tuple(bypasses.items()))
+                key = (graph, tuple((site, each.graph, tuple(each.own.items())) for site, each in bypasses.items()))
                 if key not in shared:
                     shared[key] = attach(graph, bypasses)
                 result[training][part] = shared[key]
@@ -385,7 +393,7 @@ class Adapter:
                     for part, attached in parts.items()
                     if attached.bypasses
                 },
-                self.backbone.architecture,
+                self.architecture,
             )
             for training, parts in self._attached.items()
         }

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coserve.adapters.base import PEFT_PREFIX, AdapterLayout
+from coserve.adapters.base import PEFT_PREFIX
+from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.places import Experts, Place
 from coserve.adapters.principal import LORA_A, LORA_B
 from coserve.errors import AdapterError

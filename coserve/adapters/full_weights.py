@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from coserve.adapters.base import Adapter, AdapterConfig, AdapterLayout
+from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.adapters.file_names import FULL_FILE
+from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.whole_files import replace_file
 from coserve.errors import AdapterError
 from coserve.graph.bypass import AttachedGraph

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from coserve.adapters.base import Adapter
 from coserve.adapters.peft_directory import load_adapter
-from coserve.errors import ModelError
+from coserve.errors import AdapterError, ModelError
 from coserve.models.backbone import build_backbone, find_device
 from coserve.models.saving import no_files, save_model
 from coserve.models.source import find_model
@@ -16,15 +16,18 @@ def merged_weights(adapter: Adapter) -> dict[str, Tensor]:
     """Weights that the adapter changes, by full name, as they are with it: float32. AdapterError if its method adds
     what weights cannot have.
     """
+    if adapter.architecture.vocab_size != adapter.backbone.architecture.vocab_size:
+        raise AdapterError(
+            f"an adapter with another vocabulary ({adapter.architecture.vocab_size} tokens) cannot be merged into a "
+            f"model of {adapter.backbone.architecture.vocab_size}: resize the model first, and merge with PEFT"
+        )
     found: dict[str, Tensor] = {}
     for module, site in adapter.at.items():
-        parameters = {
-            adapter.local_names[name]: master
-            for name, master in adapter.masters.items()
-            if adapter.layout.modules[name] == module
-        }
-        for slot, tensor in adapter.config.merged(site, parameters).items():
-            found[f"{module}.{slot}"] = tensor
+        if site.frozen is not None:
+            found[f"{module}.weight"] = site.frozen.float()
+        if parameters := adapter.masters_at[module]:
+            for slot, tensor in adapter.config.merged(site, parameters).items():
+                found[f"{module}.{slot}"] = tensor
     return found
 
 

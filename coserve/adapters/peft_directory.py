@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from coserve.adapters.base import PEFT_PREFIX, Adapter, AdapterConfig, AdapterLayout
+from coserve.adapters.base import Adapter, AdapterConfig
+from coserve.adapters.brought import Brought, read_brought
 from coserve.adapters.file_names import CONFIG_FILE, FULL_FILE, WEIGHTS_FILE
+from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.methods import method, method_names
-from coserve.adapters.places import Site
 from coserve.adapters.tensor_files import TensorFile, open_tensors
 from coserve.adapters.whole_files import read_small_file
 from coserve.errors import AdapterError
@@ -58,15 +59,27 @@ def load_adapter(
     """
     directory = Path(directory)
     config = read_config(directory)
-    layout = AdapterLayout.of(config, backbone.architecture, every_target=False)
     with open_tensors(directory / WEIGHTS_FILE) as file:
-        extra = _check_tensors(file, config, layout, backbone, directory)
+        brought = read_brought(file, config, backbone, directory)
+        architecture = backbone.architecture
+        layout = AdapterLayout.of(config, architecture, every_target=False, frozen=brought.frozen)
+        _check_tensors(file, config, layout, brought, backbone, directory)
         with taking(str(directory), layout):
-            for name, module in extra.items():
-                _check_base_layer(file.read(name), module, layout, backbone, directory)
-            tensors = {name: file.read_finite(name, backbone.dtype) for name in file.headers if name not in extra}
-            masters = config.from_peft_tensors(tensors, layout)
-            return config.as_served(Adapter(backbone, config, every_target=False, masters=masters), is_fresh=False)
+            frozen_weights = brought.read(file, backbone.dtype)
+            frozen = brought.without_equal(frozen_weights, backbone)
+            if frozen != brought.frozen:
+                layout = AdapterLayout.of(config, architecture, every_target=False, frozen=frozen)
+            names = config.to_peft_tensors(_absent(layout), layout)
+            masters = config.from_peft_tensors({name: file.read_finite(name, backbone.dtype) for name in names}, layout)
+            adapter = Adapter(
+                backbone,
+                config,
+                every_target=False,
+                masters=masters,
+                frozen=frozen,
+                frozen_weights=frozen_weights if frozen is not None else None,
+            )
+            return config.as_served(adapter, is_fresh=False)
 
 
 def check_directory(directory: str | Path, *, reads_tensors: bool = False) -> None:
@@ -120,19 +133,19 @@ def adapter_config(fields: Any) -> AdapterConfig:
 
 
 def _check_tensors(
-    file: TensorFile, config: AdapterConfig, layout: AdapterLayout, backbone: Backbone, directory: Path
-) -> dict[str, str]:
-    """AdapterError unless the tensors are those of the config on this backbone, by their names and shapes.
-
-    Returns, by their names, the modules of which PEFT has written the model's own weights beside an adapter on them.
-    """
+    file: TensorFile,
+    config: AdapterConfig,
+    layout: AdapterLayout,
+    brought: Brought,
+    backbone: Backbone,
+    directory: Path,
+) -> None:
+    """AdapterError unless the tensors are those of the config on this backbone, by their names and shapes."""
     headers = file.headers
-    absent = {name: torch.empty(shape, device="meta") for name, shape in layout.shapes.items()}
-    expected = {name: tuple(tensor.shape) for name, tensor in config.to_peft_tensors(absent, layout).items()}
-    extra = {name: module for name in headers if (module := _base_layer(name)) in layout.places}
+    expected = {name: tuple(tensor.shape) for name, tensor in config.to_peft_tensors(_absent(layout), layout).items()}
     if missing := [name for name in expected if name not in headers]:
         raise AdapterError(f"{directory} lacks {_first(missing)}; it was made for another model or with other targets")
-    if unknown := [name for name in headers if name not in expected and name not in extra]:
+    if unknown := [name for name in headers if name not in expected and name not in brought.names]:
         raise AdapterError(f"{directory} holds {_first(unknown)}, which {backbone.name} has no place for")
     for name, shape in expected.items():
         header = headers[name]
@@ -143,39 +156,11 @@ def _check_tensors(
             )
         if not header.is_floating_point:
             raise AdapterError(f"{directory}: {name} is {header.dtype}; adapters must be of a float type")
-    for name, module in extra.items():
-        if headers[name].shape != _own_weight(module, layout, backbone).shape:
-            raise _other_weights(module, backbone, directory)
-    return extra
 
 
-def _base_layer(name: str) -> str:
-    """The module whose own weights a tensor is a copy of, if it is."""
-    return (
-        name.removeprefix(PEFT_PREFIX).removesuffix(".base_layer.weight") if name.endswith(".base_layer.weight") else ""
-    )
-
-
-def _own_weight(module: str, layout: AdapterLayout, backbone: Backbone) -> Any:
-    return Site(place=layout.places[module], backbone=backbone).weight
-
-
-def _check_base_layer(
-    tensor: torch.Tensor, module: str, layout: AdapterLayout, backbone: Backbone, directory: Path
-) -> None:
-    """The copy of an output layer's own weights that PEFT writes beside an adapter on it must be the backbone's."""
-    weight = _own_weight(module, layout, backbone)
-    own = weight.dense()
-    # Both may have been rounded on their way here: to bfloat16, at worst, or quantised.
-    atol = 1e-6 + weight.max_rounding
-    if not torch.allclose(tensor.to(own).float(), own.float(), rtol=2**-7, atol=atol):
-        raise _other_weights(module, backbone, directory)
-
-
-def _other_weights(module: str, backbone: Backbone, directory: Path) -> AdapterError:
-    return AdapterError(
-        f"{directory} comes with other weights for {module} than {backbone.name} has; it was made for another model"
-    )
+def _absent(layout: AdapterLayout) -> dict[str, torch.Tensor]:
+    """Return the parameters as shapes alone."""
+    return {name: torch.empty(shape, device="meta") for name, shape in layout.shapes.items()}
 
 
 def _first(names: list[str]) -> str:

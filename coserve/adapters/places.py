@@ -29,7 +29,7 @@ class Place:
     """A module, by its full name, as a node of a part of the model.
 
     inputs, outputs: features of the rows that it takes (0: of ids) and gives. weights: shapes of its weights, by slot.
-    experts: of a mixture, if it is one's.
+    experts: of a mixture, if it is one's. architecture: of the adapter's model.
     """
 
     module: str
@@ -38,6 +38,7 @@ class Place:
     inputs: int
     outputs: int
     weights: Mapping[str, tuple[int, ...]]
+    architecture: Architecture
     experts: "Experts | None" = None
 
     @classmethod
@@ -56,6 +57,7 @@ class Place:
             inputs=inputs,
             outputs=prod(made),
             weights={slot: spec.shape for slot, spec in graph.slot_specs(found).items() if spec.kind == "weight"},
+            architecture=architecture,
             experts=experts,
         )
 
@@ -66,10 +68,11 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Site:
-    """A place on a backbone that is loaded."""
+    """A place on a backbone that is loaded. frozen: the adapter's weight there, where it brings one of its own."""
 
     place: Place
     backbone: Backbone
+    frozen: Tensor | None = None
 
     @property
     def weight(self) -> Weight:
@@ -93,5 +96,7 @@ class Site:
 
     def _tensor(self, slot: str) -> Tensor:
         place = self.place
+        if slot == "weight" and self.frozen is not None:
+            return self.frozen
         tensor: Tensor = self.backbone.weights[place.part][place.node.input[slot]]  # type: ignore[assignment]
         return tensor

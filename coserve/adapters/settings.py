@@ -9,11 +9,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from coserve.adapters.base import PEFT_PREFIX, AdapterConfig, AdapterLayout
+from coserve.adapters.base import PEFT_PREFIX, AdapterConfig
+from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.patterns import check_sizes
 from coserve.adapters.places import Place, Site
 from coserve.adapters.targets import Targets
-from coserve.adapters.whole_modules import PREFIX, is_one_of, whole_bypass, whole_initial, whole_sites
+from coserve.adapters.whole_modules import PREFIX, is_left_out, is_whole, whole_bypass, whole_initial, whole_sites
 from coserve.errors import AdapterError
 from coserve.graph.bypass import Bypass
 from coserve.models.base import Architecture, Part
@@ -23,7 +24,7 @@ from coserve.settings import shown
 _HARMLESS = frozenset(
     (
         *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-        *("inference_mode", "runtime_config", "ensure_weight_tying"),
+        *("inference_mode", "runtime_config"),
         "fan_in_fan_out",  # whether weights are [in, out], which PEFT decides by the module's class in any case
     )
 )
@@ -92,7 +93,7 @@ class TargetedConfig(NamedConfig):
     """A method at linear layers, and other modules that are trained as a whole.
 
     target_modules, exclude_modules, layers_to_transform, layers_pattern: see `Targets`. modules_to_save: ends of names
-    of modules that are trained as a whole, such as embed_tokens and lm_head.
+    of modules that are trained as a whole, such as embed_tokens and lm_head; PEFT's rule (`is_whole`).
     """
 
     target_names: ClassVar[Mapping[str, str]] = {
@@ -136,20 +137,39 @@ class TargetedConfig(NamedConfig):
         )
 
     def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
-        targets = self._targets.sites(architecture, every_target=every_target)
-        whole = whole_sites(architecture, self.modules_to_save)
-        if missing := [name for name in self.modules_to_save if not any(is_one_of(each, (name,)) for each in whole)]:
+        names = self.whole_names_of(architecture)
+        whole = whole_sites(architecture, names)
+        if missing := [name for name in names if every_target and not any(is_whole(each, (name,)) for each in whole)]:
             family = architecture.config.model_type
             known = f"{architecture.embedding_name.rpartition('.')[2]}, lm_head, norms"
             raise AdapterError(
                 f"modules_to_save {', '.join(missing)} matches no module with weights of this {family}; it has {known}"
             )
+        targets = self.target_sites(architecture, every_target=every_target)
+        if both := [module for module in targets if module in whole]:
+            raise AdapterError(f"modules_to_save and target_modules both mean {both[0]}: name it in one of them")
         return {**targets, **whole}
 
+    def target_sites(self, architecture: Architecture, *, every_target: bool) -> dict[str, tuple[Part, str]]:
+        """Return full module name -> (part, node) of the modules that the targets choose."""
+        whole = self.whole_names_of(architecture)
+        found = self._targets.sites(self.can_be_targets(architecture), architecture, every_target=every_target)
+        return {module: site for module, site in found.items() if not is_left_out(module, whole)}
+
+    def can_be_targets(self, architecture: Architecture) -> Mapping[str, tuple[Part, str]]:
+        """Return full module name -> (part, node) of the modules that targets may choose from."""
+        return architecture.linear_sites
+
+    def whole_names_of(self, architecture: Architecture) -> tuple[str, ...]:
+        """Return what `modules_to_save` comes to on a model."""
+        return self.modules_to_save
+
+    def is_whole_at(self, place: Place) -> bool:
+        """Return whether the module at a place is trained as a whole."""
+        return is_whole(place.module, self.whole_names_of(place.architecture))
+
     def bypass(self, place: Place, *, training: bool) -> Bypass:
-        if is_one_of(place.module, self.modules_to_save):
-            return whole_bypass(place)
-        return self.target_bypass(place, training=training)
+        return whole_bypass(place) if self.is_whole_at(place) else self.target_bypass(place, training=training)
 
     def initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
         if parameter.startswith(PREFIX):
@@ -157,7 +177,7 @@ class TargetedConfig(NamedConfig):
         return self.target_initial(parameter, shape, site, generator)
 
     def merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if is_one_of(site.place.module, self.modules_to_save):
+        if self.is_whole_at(site.place):
             return {name.removeprefix(PREFIX): value for name, value in parameters.items()}
         return self.target_merged(site, parameters)
 
@@ -174,13 +194,20 @@ class TargetedConfig(NamedConfig):
         """See `initial`; of a parameter at a target."""
 
     def file_name(self, name: str) -> str:
-        """What PEFT's file calls a parameter, by its full name."""
+        """Return what PEFT's file calls a parameter, by its full name."""
         return PEFT_PREFIX + name.replace(f".{PREFIX}", ".")
 
+    def frozen_file_name(self, module: str, architecture: Architecture) -> str:
+        is_target = module in self.target_sites(architecture, every_target=False)
+        return f"{PEFT_PREFIX}{module}.{'base_layer.' if is_target else ''}weight"
+
     def to_peft_tensors(self, values: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
-        return {
+        found = {
             self.file_name(name): self.to_peft_value(layout.local_names[name], value) for name, value in values.items()
         }
+        # PEFT writes a head that is trained as one with the embeddings once more.
+        twice = {name: owner for name, owner in layout.shared.items() if f".{PREFIX}" in name}
+        return found | {self.file_name(name): values[owner] for name, owner in twice.items()}
 
     def from_peft_tensors(self, tensors: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
         return {

@@ -1,10 +1,10 @@
-"""Which modules an adapter sits at: PEFT's rules for target patterns, on the linear layers of a model.
+"""Which modules an adapter sits at: PEFT's rules for target patterns, on the layers of a model.
 
 Source: the meaning of `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern`, `rank_pattern`
 and `alpha_pattern` in https://huggingface.co/docs/peft/package_reference/lora.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -52,19 +52,23 @@ class Targets:
         if self.layers_pattern and not self._layers:
             raise ValueError("layers_pattern needs layers_to_transform")
 
-    def sites(self, architecture: Architecture, *, every_target: bool) -> dict[str, tuple[Part, str]]:
-        """Full module name -> (part, node) of the linear layers chosen.
+    def sites(
+        self, known: Mapping[str, tuple[Part, str]], architecture: Architecture, *, every_target: bool
+    ) -> dict[str, tuple[Part, str]]:
+        """Return full module name -> (part, node) of the modules chosen.
 
-        every_target: whether every name must match something (a typo should fail), or just one of them (PEFT's rule).
+        known: those that there are to choose from. every_target: whether every name must match something (a typo should
+        fail), or just one of them (PEFT's rule).
 
         Raises:
             AdapterError: nothing matches, or too little.
         """
-        linear = architecture.linear_sites
-        found = {module: site for module, site in linear.items() if self.chooses(module)}
+        if self.is_all_linear:
+            known = architecture.linear_sites
+        found = {module: site for module, site in known.items() if self.chooses(module)}
         listed = () if isinstance(self.modules, str) else self.modules
-        known = {end for module in linear for end in _ends(module)}
-        names = [name for name in listed if name not in known]
+        ends = {end for module in known for end in _ends(module)}
+        names = [name for name in listed if name not in ends]
         if not found or (names and every_target):
             raise AdapterError(self._nothing_matches(architecture, names))
         return found
@@ -80,6 +84,11 @@ class Targets:
             rule = f"; a regular expression matches whole names, such as {next(iter(linear))}"
         return f"target_modules {wrong} matches no linear layer of this {family}; it has {known}{rule}"
 
+    @property
+    def is_all_linear(self) -> bool:
+        """Return whether they are all linear layers, whatever else there is to choose from."""
+        return isinstance(self.modules, str) and self.modules.lower() == ALL_LINEAR
+
     def chooses(self, module: str) -> bool:
         """Whether a module of this full name is one of them."""
         if self._excluded is not None:
@@ -88,7 +97,7 @@ class Targets:
         elif not self._excluded_names.isdisjoint(_ends(module)):
             return False
         if isinstance(self.modules, str):
-            if self.modules.lower() == ALL_LINEAR:
+            if self.is_all_linear:
                 return module != _OUTPUT_LAYER
             return self._included.fullmatch(module) is not None
         if module in self._names:  # PEFT: a whole name is taken at its word

@@ -83,10 +83,15 @@ def open_tensors(path: Path) -> Iterator[TensorFile]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file, whole or not at all."""
+    """Write a safetensors file, whole or not at all. A tensor that has two names is written twice."""
     from safetensors.torch import save
 
-    replace_file(path, save({name: tensor.cpu() for name, tensor in tensors.items()}, metadata={"format": "pt"}))
+    found, addresses = dict[str, torch.Tensor](), set[int]()
+    for name, tensor in tensors.items():
+        value = tensor.cpu()
+        found[name] = value.clone() if value.data_ptr() in addresses else value
+        addresses.add(value.data_ptr())
+    replace_file(path, save(found, metadata={"format": "pt"}))
 
 
 def _read_headers(path: Path) -> dict[str, TensorHeader]:

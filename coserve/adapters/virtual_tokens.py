@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from coserve.adapters.base import Adapter, AdapterLayout
+from coserve.adapters.base import Adapter
+from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.places import Place, Site
 from coserve.adapters.reparametrization import Reparametrization
 from coserve.adapters.settings import NamedConfig

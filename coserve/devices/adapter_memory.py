@@ -7,7 +7,7 @@ from threading import Lock
 import torch
 
 from coserve.adapters import LoraConfig
-from coserve.adapters.base import AdapterLayout
+from coserve.adapters.layout import AdapterLayout
 from coserve.devices.process_memory import available_bytes
 from coserve.errors import AdapterTooLargeError
 from coserve.models.backbone import Backbone
@@ -39,6 +39,7 @@ class AdapterMemory:
         self._host_is_apart = device.type != "cpu" if host_is_apart is None else host_is_apart
         # Where the model is float32, what is trained is what is computed with.
         self._copy_bytes = 0 if dtype == torch.float32 else dtype.itemsize
+        self._dtype_bytes = dtype.itemsize
         self._lock = Lock()
         self._being_taken = 0
         self._kept: dict[str, int] = {}
@@ -46,7 +47,7 @@ class AdapterMemory:
     @contextmanager
     def for_serving(self, what: str, layout: AdapterLayout) -> Iterator[None]:
         """While an adapter is being loaded; AdapterTooLargeError, before it is, if there is not enough memory."""
-        with self._taking(what, layout, layout.num_parameters * (4 + self._copy_bytes) + 4 * layout.num_derived):
+        with self._taking(what, layout, layout.num_parameters * (4 + self._copy_bytes) + self._others_bytes(layout)):
             yield
 
     @contextmanager
@@ -60,7 +61,11 @@ class AdapterMemory:
     def training_bytes(self, layout: AdapterLayout, num_more: int = 0) -> int:
         """The least that must be there to train an adapter; see `for_training`."""
         num_copies = _TRAINING_COPIES + num_more - (_MOMENT_COPIES if self._host_is_apart else 0)
-        return layout.num_parameters * (4 * num_copies + self._copy_bytes) + 4 * layout.num_derived
+        return layout.num_parameters * (4 * num_copies + self._copy_bytes) + self._others_bytes(layout)
+
+    def _others_bytes(self, layout: AdapterLayout) -> int:
+        """Return the bytes of what is not trained: what follows from parameters, and weights that an adapter brings."""
+        return 4 * layout.num_derived + self._dtype_bytes * layout.num_frozen
 
     def keep(self, job: str, num_bytes: int) -> None:
         """Keep memory for a job that does not use it now: its moments lie in pages, and may have to leave them."""
@@ -89,10 +94,10 @@ class AdapterMemory:
         with self._lock:
             free = self._free
             if num_bytes > _SHARE * free:
-                name, there = layout.largest, int(_SHARE * free)
+                (name, shape), there = layout.largest, int(_SHARE * free)
                 raise AdapterTooLargeError(
                     f"{what} needs {_size(num_bytes)} of memory (its largest tensor is {name}, "
-                    f"{list(layout.shapes[name])}); {_size(there)} are there for it, {num_bytes - there:,} bytes are "
+                    f"{list(shape)}); {_size(there)} are there for it, {num_bytes - there:,} bytes are "
                     "missing: lower its rank, train fewer layers, or start with less --memory for the page pool"
                 )
             self._being_taken += num_bytes

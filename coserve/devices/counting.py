@@ -120,6 +120,7 @@ def trainer_opened(
         optimizer_bytes=NUM_MOMENTS * adapter.num_bytes,
         num_virtual_tokens=adapter.config.num_virtual_tokens,
         changes_model=adapter.config.is_model,
+        vocab_size=adapter.vocab_size,
         other=other,
     )
 

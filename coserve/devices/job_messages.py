@@ -193,6 +193,7 @@ class TrainerOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_virtual_tokens: int = 0
     changes_model: bool = False
     moments_need_pages: bool = False
+    vocab_size: int = 0
     other: "OtherModel | None" = None
 
 

@@ -220,12 +220,14 @@ Command = (
 
 class VersionOpened(msgspec.Struct, tag=True, frozen=True):
     """num_bypasses: sites of the adapter. num_bytes: of its parameters, as they go to the host. num_virtual_tokens:
-    rows that stand before every prompt, with the ids -1, -2, ….
+    rows that stand before every prompt, with the ids -1, -2, …. vocab_size: of the adapter's model, where that is
+    another than the device's; 0: the same.
     """
 
     num_bypasses: int
     num_bytes: int = 0
     num_virtual_tokens: int = 0
+    vocab_size: int = 0
 
 
 class DeviceMeasured(msgspec.Struct, tag=True, frozen=True):

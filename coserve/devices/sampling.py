@@ -197,6 +197,8 @@ def _mask_(scores: Tensor, rows: Sequence[int], masks: Sequence[bytes]) -> None:
     packed = on_device(packed, scores.device)
     bits = torch.bitwise_right_shift(packed[:, :, None], torch.arange(8, dtype=torch.uint8, device=scores.device))
     is_out = (bits.bitwise_and_(1) == 0).view(len(rows), -1)[:, : scores.shape[1]]
+    if (more := scores.shape[1] - is_out.shape[1]) > 0:  # tokens of adapters, which no grammar knows
+        is_out = torch.nn.functional.pad(is_out, (0, more), value=True)
     if len(rows) == len(scores):
         scores.masked_fill_(is_out, float("-inf"))
     else:

@@ -263,7 +263,9 @@ class TorchDevice:
         backbone = self._others.backbone(command.model) if command.model else self.backbone
         adapter = load_adapter(backbone, command.directory, taking=self._adapter_memory.for_serving)
         self._versions[command.version] = adapter
-        return VersionOpened(len(adapter.sites), adapter.num_bytes, adapter.config.num_virtual_tokens)
+        return VersionOpened(
+            len(adapter.sites), adapter.num_bytes, adapter.config.num_virtual_tokens, adapter.vocab_size
+        )
 
     def _serve_full_model(self, command: OpenVersion) -> VersionOpened:
         if others := [*self._versions, *self._trainers]:

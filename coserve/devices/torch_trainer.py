@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coserve.adapters.base import Adapter
 from coserve.adapters.full_weights import FullWeights
+from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.peft_directory import adapter_config, load_adapter, save_adapter
 from coserve.adapters.reparametrization import Reparametrization
 from coserve.adapters.tensor_files import open_tensors, write_tensors
@@ -296,7 +297,7 @@ def open_trainer(
         )
     elif config is None:
         adapter = versions[command.version or ""]
-        with memory.for_training(f"job {command.job}", adapter.config.sizes(backbone.architecture), more):
+        with memory.for_training(f"job {command.job}", _sizes(adapter), more):
             is_model = adapter.config.is_model
             adapter = adapter.config.create(backbone, seed=command.config.seed) if is_model else adapter.snapshot()
     else:
@@ -304,6 +305,8 @@ def open_trainer(
             adapter = config.create(backbone, seed=command.config.seed)
         if restores and isinstance(adapter, FullWeights):
             adapter.restore()
+    if why_not := adapter.config.why_not_trained(adapter.architecture):
+        raise AdapterError(why_not)
     if adapter.config.is_model and not command.config.live:
         raise AdapterError("full fine-tuning changes the weights that serve: set live to true")
     generator = torch.Generator().manual_seed(command.config.seed)
@@ -324,6 +327,12 @@ def open_trainer(
     if trainer.exchange is not None:
         trainer.exchange.begin()
     return trainer
+
+
+def _sizes(adapter: Adapter) -> AdapterLayout:
+    """Return what a version's tensors are once it is trained."""
+    config = adapter.config
+    return config.sizes(adapter.backbone.architecture) if config.is_model else adapter.layout
 
 
 def _read_state(path: Path, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:

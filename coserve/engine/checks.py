@@ -8,25 +8,32 @@ from coserve.devices.messages import DeviceInfo
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.job import Job
 from coserve.engine.request import virtual_tokens
-from coserve.engine.versions import AdapterVersions
+from coserve.engine.versions import AdapterVersion, AdapterVersions
 from coserve.errors import AdapterError, JobError, RequestError
 from coserve.settings import shown
 from coserve.tuning.examples import Example
 
 
 def check_request(
-    prompt: Sequence[int], params: SamplingParams, info: DeviceInfo, *, has_text: bool, num_virtual: int = 0
+    prompt: Sequence[int],
+    params: SamplingParams,
+    info: DeviceInfo,
+    version: AdapterVersion | None = None,
+    *,
+    has_text: bool,
 ) -> None:
-    """RequestError says what is wrong, and what would be right. has_text: whether there is a tokenizer. num_virtual:
-    virtual tokens of its adapter.
+    """Raise RequestError with what is wrong, and what would be right. version: of the request's adapter. has_text:
+    whether there is a tokenizer.
     """
+    num_virtual = 0 if version is None else version.num_virtual_tokens
+    vocab_size = info.vocab_size if version is None or not version.vocab_size else version.vocab_size
     if not prompt:
         raise RequestError("the prompt has no tokens")
     if params.stop and not has_text:
         raise RequestError("stop strings need a tokenizer, and this model has none")
-    if min(prompt) < 0 or max(prompt) >= info.vocab_size:
-        wrong = next(token for token in prompt if not 0 <= token < info.vocab_size)
-        raise RequestError(f"token {wrong} of the prompt is out of vocabulary; the model has {info.vocab_size} tokens")
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+        raise RequestError(f"token {wrong} of the prompt is out of vocabulary; the model has {vocab_size} tokens")
     length = num_virtual + len(prompt) + params.max_tokens
     if length > info.max_positions:
         virtual = f"{num_virtual} virtual tokens of the adapter, " if num_virtual else ""
@@ -39,13 +46,16 @@ def check_request(
             f"{length} tokens need {pages} pages; there are {info.num_pages}: give the engine more memory"
         )
     try:
-        params.check_vocabulary(info.vocab_size)
+        params.check_vocabulary(vocab_size)
     except ValueError as error:
         raise RequestError(str(error)) from None
 
 
-def check_examples(examples: Sequence[Example], info: DeviceInfo | OtherModel) -> None:
-    """JobError names the example, and says what would be right; info: of the model that they are for."""
+def check_examples(examples: Sequence[Example], info: DeviceInfo | OtherModel, *, vocab_size: int = 0) -> None:
+    """Raise JobError with the example, and what would be right. info: of the model that they are for. vocab_size: of
+    the adapter that is trained further, where it has its own.
+    """
+    vocab_size = vocab_size or info.vocab_size
     for index, example in enumerate(examples):
         longest = max(len(tokens) for tokens, _ in example.sequences)
         if longest > info.max_positions:
@@ -55,8 +65,8 @@ def check_examples(examples: Sequence[Example], info: DeviceInfo | OtherModel) -
             )
         if not example.num_trained:
             raise JobError(f"example {index} has no token to train on")
-        if not all(0 <= token < info.vocab_size for token in (min(example.tokens), max(example.tokens))):
-            raise JobError(f"example {index} has a token beyond the model's {info.vocab_size}")
+        if not all(0 <= token < vocab_size for token in (min(example.tokens), max(example.tokens))):
+            raise JobError(f"example {index} has a token beyond the model's {vocab_size}")
 
 
 def with_virtual_tokens(examples: Sequence[Example], number: int, max_positions: int) -> Sequence[Example]:

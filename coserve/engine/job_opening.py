@@ -56,7 +56,7 @@ class JobOpener:
         if not examples:
             raise JobError("a job needs examples")
         check_adapter_name(name, others.values(), self._adapters.versions)
-        if not model:
+        if not model and checkpoint is None and not isinstance(adapter, str):  # else when its vocabulary is known
             check_examples([*examples, *validation], self._device.info)
         start = make_start(
             job_id,
@@ -96,8 +96,7 @@ class JobOpener:
         tenant: str,
     ) -> Job:
         """Of a trainer that the device has opened."""
-        if costs.other is not None:
-            check_examples([*examples, *validation], costs.other)
+        check_examples([*examples, *validation], costs.other or self._device.info, vocab_size=costs.vocab_size)
         positions = (costs.other or self._device.info).max_positions
         examples = with_virtual_tokens(examples, costs.num_virtual_tokens, positions)
         validation = with_virtual_tokens(validation, costs.num_virtual_tokens, positions)

@@ -74,6 +74,7 @@ class ServedAdapters:
             num_bypasses=opened.num_bypasses,
             num_bytes=opened.num_bytes,
             num_virtual_tokens=opened.num_virtual_tokens,
+            vocab_size=opened.vocab_size,
             model=model,
         )
 
@@ -93,6 +94,7 @@ class ServedAdapters:
             num_bypasses=costs.counts.num_bypasses,
             num_bytes=costs.version_bytes,
             num_virtual_tokens=costs.num_virtual_tokens,
+            vocab_size=costs.vocab_size,
             transient=transient,
             model=model,
         )

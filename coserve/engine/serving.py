@@ -91,10 +91,7 @@ class Serving:
         if arrival_s is None:
             arrival_s = self._device.clock.now()
         version = None if adapter is None else self._versions.resolve_served(adapter)
-        num_virtual = 0 if version is None else version.num_virtual_tokens
-        check_request(
-            prompt, params, self._device.info, has_text=self._text_stream is not None, num_virtual=num_virtual
-        )
+        check_request(prompt, params, self._device.info, version, has_text=self._text_stream is not None)
         if params.grammar is not None:
             self._grammars.open(name, params.grammar, tenant)
         base_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed

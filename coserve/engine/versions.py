@@ -13,6 +13,7 @@ from coserve.settings import shown
 class AdapterVersion:
     """key: never given twice, so that what was computed under it (K and V) can never be mistaken for another's.
     num_bytes: of its parameters, as they go to the host. num_virtual_tokens: rows that stand before every prompt.
+    vocab_size: of the adapter's model, where that is another than the one that serves (0: the same).
     model: that it is of, if that is not the one that serves; requests cannot name it then.
     """
 
@@ -22,6 +23,7 @@ class AdapterVersion:
     num_bypasses: int
     num_bytes: int = 0
     num_virtual_tokens: int = 0
+    vocab_size: int = 0
     model: str = ""
 
     @property
@@ -56,6 +58,7 @@ class AdapterVersions:
         num_bypasses: int,
         num_bytes: int = 0,
         num_virtual_tokens: int = 0,
+        vocab_size: int = 0,
         transient: bool = False,
         model: str = "",
     ) -> AdapterVersion:
@@ -70,6 +73,7 @@ class AdapterVersions:
             num_bypasses=num_bypasses,
             num_bytes=num_bytes,
             num_virtual_tokens=num_virtual_tokens,
+            vocab_size=vocab_size,
             model=model,
         )
         self._readers[key] = 0

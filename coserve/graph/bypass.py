@@ -1,16 +1,18 @@
 """Bypasses: how an adapter sits on a graph without changing it (FlexLLM section 4.1, MuxTune section 3.2).
 
 A bypass reads tensors at one node of the backbone, the site, and gives one tensor that is added to the site's output:
-``y = backbone(x) + bypass(x, y, weights)``. Rows without an adapter run the backbone's graph as it is.
+``y = backbone(x) + bypass(x, y, weights)``. A bypass may also bring weights of its own for the site: its rows then run
+the site's operator with these in place of the backbone's, and what it adds is added to that. Rows without an adapter
+run the backbone's graph as it is.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from coserve.errors import GraphError
-from coserve.graph.ir import Graph, Node, renamed
-from coserve.graph.tensors import TensorSpec
+from coserve.graph.ir import Graph, GraphBuilder, Node, renamed
+from coserve.graph.tensors import Kind, TensorSpec
 
 # What a bypass may read of its site, by the names that its graph has for it.
 _SITE_INPUT, _SITE_OUTPUT, _SITE_EXPERTS = "x", "y", "experts"
@@ -24,11 +26,19 @@ class Bypass:
     Of the site it reads what it declares: rows "x", the site's input (LoRA); rows "y", its output before the sum (IA3,
     bottleneck adapters); rows "experts", which experts each row goes to (LoRA at those of a mixture); weights, by the
     site's own names for them, such as "weight" and "bias" (DoRA).
+
+    own: by slot of the site, the tensors ("parameter" or "derived") that take the place of the site's weights there.
+    graph: None if nothing is added to what the site gives with these.
     """
 
-    graph: Graph
+    graph: Graph | None = None
+    own: Mapping[str, TensorSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.graph is None:
+            if not self.own:
+                raise GraphError("a bypass adds something, or has weights of its own")
+            return
         if len(self.graph.outputs) != 1:
             raise GraphError("a bypass has one output")
         if others := [name for name in self.rows if name not in (_SITE_INPUT, _SITE_OUTPUT, _SITE_EXPERTS)]:
@@ -36,9 +46,16 @@ class Bypass:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """The row inputs: of x and y, those that it reads."""
+        """Return the row inputs that the graph reads of its site."""
+        if self.graph is None:
+            return ()
         rows = (tensor.name for tensor in self.graph.with_kind("row"))
         return tuple(name for name in rows if name not in self.graph.producer)
+
+    def with_kind(self, kind: Kind) -> tuple[TensorSpec, ...]:
+        """Return the tensors of a kind: those of the graph, and the weights of its own."""
+        inside = () if self.graph is None else self.graph.with_kind(kind)
+        return (*(spec for spec in self.own.values() if spec.kind == kind), *inside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +64,18 @@ class AttachedBypass:
 
     nodes: tuple[Node, ...]
     source: str  # the site's input
-    base: str  # the site's own output, before the sum
+    base: str  # what the site itself gives, before the sum; its output, if nothing is added
     result: str  # what it adds
     weights: tuple[str, ...] = ()  # of the site, those that it reads
+    instead: Node | None = None  # the site with the adapter's weights, which rows run in place of the site
 
     @cached_property
     def last_low_rank(self) -> Node | None:
         """The last node, if it is a product of low rank whose result is what the bypass adds, and none of the nodes
         reads what the site gives or a weight of it: all but that product may then run before the site.
         """
+        if self.instead is not None:
+            return None
         last = self.nodes[-1]
         reads = {name for node in self.nodes for name in node.input.values()}
         is_before = last.op == "low_rank" and last.outputs[0][1] == self.result and self.base not in reads
@@ -72,6 +92,15 @@ class AttachedGraph:
     bypasses: Mapping[str, AttachedBypass]
 
 
+def combined(first: Graph, second: Graph) -> Graph:
+    """Return the graph of a bypass that adds what two graphs of one site add. They read the same rows by the same
+    names, and name nothing else alike.
+    """
+    tensors = {tensor.name: tensor for tensor in (*first.tensors, *second.tensors)}
+    b = GraphBuilder(*tensors.values(), nodes=(*first.nodes, *second.nodes))
+    return b.build(b.apply("add", "both", {"a": first.outputs[0], "b": second.outputs[0]}))
+
+
 def attach(graph: Graph, bypasses: Mapping[str, Bypass]) -> AttachedGraph:
     """Put each bypass at the node that its key names.
 
@@ -80,40 +109,61 @@ def attach(graph: Graph, bypasses: Mapping[str, Bypass]) -> AttachedGraph:
     """
     if unknown := [site for site in bypasses if site not in graph.node]:
         raise GraphError(f"no node {', '.join(unknown)} to attach a bypass to")
-    tensors, nodes, attached_bypasses = dict(graph.spec), [], {}
+    tensors, nodes, attached_bypasses = dict(graph.spec), list[Node](), {}
     for node in graph.nodes:
         if node.name not in bypasses:
             nodes.append(node)
-            continue
-        bypass, site = bypasses[node.name], node.name
-        slot, output = node.outputs[0]
-        base, source = f"{site}.base", node.inputs[0][1]
-        tensors[base] = replace(graph.spec[output], name=base)
-        read = {_SITE_INPUT: source, _SITE_OUTPUT: base, _SITE_EXPERTS: node.input.get(_SITE_EXPERTS, "")}
-        names = {}
-        for tensor in bypass.graph.tensors:
-            is_site_weight = tensor.kind == "weight"
-            if tensor.name in bypass.rows or is_site_weight:
-                host = node.input.get(tensor.name, "") if is_site_weight else read[tensor.name]
-                _check_is_read(tensor, tensors.get(host), site)
-                names[tensor.name] = host
-                continue
-            name = tensor.name if tensor.kind == "constant" else f"{site}.{tensor.name}"
-            names[tensor.name] = name
-            tensors[name] = replace(tensor, name=name)
-        result = names[bypass.graph.outputs[0]]
-        if tensors[result].shape != graph.spec[output].shape:
-            raise GraphError(
-                f"the bypass at {site} gives rows of {tensors[result].shape}, not {graph.spec[output].shape}"
-            )
-        inner = tuple(renamed(member, names, prefix=f"{site}.") for member in bypass.graph.nodes)
-        nodes.append(replace(node, outputs=((slot, base), *node.outputs[1:])))
-        nodes.extend(inner)
-        nodes.append(Node(name=f"{site}.sum", op="add", inputs=(("a", base), ("b", result)), outputs=(("y", output),)))
-        weights = tuple(names[tensor.name] for tensor in bypass.graph.with_kind("weight"))
-        attached_bypasses[site] = AttachedBypass(nodes=inner, source=source, base=base, result=result, weights=weights)
+        else:
+            made, attached_bypasses[node.name] = _attach_at(graph, node, bypasses[node.name], tensors)
+            nodes += made
     attached = Graph(tensors=tuple(tensors.values()), nodes=tuple(nodes), outputs=graph.outputs)
     return AttachedGraph(graph=attached, bypasses=attached_bypasses)
+
+
+def _attach_at(
+    graph: Graph, node: Node, bypass: Bypass, tensors: dict[str, TensorSpec]
+) -> tuple[list[Node], AttachedBypass]:
+    """Return the nodes that take the place of a site's node, and its bypass; what they need is added to `tensors`."""
+    site, (slot, output), source = node.name, node.outputs[0], node.inputs[0][1]
+    host = _with_own_weights(node, bypass, tensors)
+    instead = host if bypass.own else None
+    if bypass.graph is None:
+        return [host], AttachedBypass(nodes=(), source=source, base=output, result=output, instead=instead)
+    base = f"{site}.base"
+    tensors[base] = replace(graph.spec[output], name=base)
+    host = replace(host, outputs=((slot, base), *node.outputs[1:]))
+    read = {_SITE_INPUT: source, _SITE_OUTPUT: base, _SITE_EXPERTS: node.input.get(_SITE_EXPERTS, "")}
+    names = {}
+    for tensor in bypass.graph.tensors:
+        is_site_weight = tensor.kind == "weight"
+        if tensor.name in bypass.rows or is_site_weight:
+            found = host.input.get(tensor.name, "") if is_site_weight else read[tensor.name]
+            _check_is_read(tensor, tensors.get(found), site)
+            names[tensor.name] = found
+            continue
+        name = tensor.name if tensor.kind == "constant" else f"{site}.{tensor.name}"
+        names[tensor.name] = name
+        tensors[name] = replace(tensor, name=name)
+    result = names[bypass.graph.outputs[0]]
+    if tensors[result].shape != graph.spec[output].shape:
+        raise GraphError(f"the bypass at {site} gives rows of {tensors[result].shape}, not {graph.spec[output].shape}")
+    inner = tuple(renamed(member, names, prefix=f"{site}.") for member in bypass.graph.nodes)
+    total = Node(name=f"{site}.sum", op="add", inputs=(("a", base), ("b", result)), outputs=(("y", output),))
+    weights = tuple(names[tensor.name] for tensor in bypass.graph.with_kind("weight") if tensor.name not in bypass.own)
+    instead = None if instead is None else host
+    attached = AttachedBypass(nodes=inner, source=source, base=base, result=result, weights=weights, instead=instead)
+    return [host, *inner, total], attached
+
+
+def _with_own_weights(node: Node, bypass: Bypass, tensors: dict[str, TensorSpec]) -> Node:
+    """Return the site's node with the bypass's own weights in the slots that they are for."""
+    own = {}
+    for slot, spec in bypass.own.items():
+        if slot not in node.input:
+            raise GraphError(f"the bypass at {node.name} has a {slot} of its own, which the site does not have")
+        own[slot] = f"{node.name}.{spec.name}"
+        tensors[own[slot]] = replace(spec, name=own[slot])
+    return replace(node, inputs=tuple((slot, own.get(slot, name)) for slot, name in node.inputs))
 
 
 def _check_is_read(tensor: TensorSpec, host: TensorSpec | None, site: str) -> None:

@@ -2,9 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 
@@ -214,6 +215,20 @@ class Architecture(ABC):
     def is_tied_table(self, name: str) -> bool:
         """Whether this weight is the table of embeddings, and the head too."""
         return self.tied and name == f"{self.embedding_name}.weight"
+
+    def with_vocabulary(self, vocab_size: int) -> Self:
+        """Return the architecture of a model whose vocabulary was resized: other embeddings and another head, the same
+        blocks.
+        """
+        if vocab_size == self.vocab_size:
+            return self
+        found = copy(self)
+        for name in [each for each in vars(found) if isinstance(getattr(type(self), each, None), cached_property)]:
+            del vars(found)[name]
+        found.config = copy(self.config)
+        found.config.vocab_size = found.vocab_size = vocab_size
+        found.graphs = {**self.graphs, "embed": found.embed(), "head": found.head()}
+        return found
 
     # -- shared by families ---------------------------------------------------
 

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -147,19 +148,49 @@ def forward_part(backbone: Backbone, spans: Sequence[Span], part: Part, x: Tenso
 
 
 def logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypasses | None]] = ()) -> Tensor:
-    """The head on rows of any adapters: [n, hidden_size] -> [n, vocab_size] in the compute dtype.
+    """Return the head's logits of rows of any adapters: [n, hidden_size] -> [n, vocab_size] in the compute dtype.
+
+    Where adapters have vocabularies of their own, vocab_size is the largest, and tokens that a row's model does not
+    have get -inf.
 
     users: (number of rows, their adapter's bypasses or None), in the order of the rows; none: all rows use the bare
     model.
     """
     assert not users or sum(num_rows for num_rows, _ in users) == hidden.shape[0], "the users' rows are all the rows"
+    vocab_size = backbone.architecture.vocab_size
+    if all(bypasses is None or bypasses.vocab_size == vocab_size for _, bypasses in users):
+        return _logits(backbone, hidden, users)
+    return _logits_of_vocabularies(backbone, hidden, users)
+
+
+def _logits_of_vocabularies(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypasses | None]]) -> Tensor:
+    """Run the rows of each adapter whose vocabulary is another than the backbone's apart, and all others at once."""
+    vocab_size, start = backbone.architecture.vocab_size, 0
+    groups: dict[Bypasses | None, tuple[list[int], list[tuple[int, Bypasses | None]]]] = {}
+    for num_rows, bypasses in users:
+        is_apart = bypasses is not None and bypasses.vocab_size != vocab_size
+        rows, own = groups.setdefault(bypasses if is_apart else None, ([], []))
+        rows.extend(range(start, start + num_rows))
+        own.append((num_rows, bypasses))
+        start += num_rows
+    sizes = [vocab_size if bypasses is None else bypasses.vocab_size for bypasses in groups]
+    found = torch.full((start, max(sizes)), -inf, dtype=hidden.dtype, device=hidden.device)
+    for size, (rows, own) in zip(sizes, groups.values(), strict=True):
+        places = torch.tensor(rows, device=hidden.device)
+        found[places, :size] = _logits(backbone, hidden[places], own)
+    return found
+
+
+def _logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypasses | None]]) -> Tensor:
+    """Run the head on rows that all have as many logits; see `logits`."""
     adapters = RowAdapters(
         [(num_rows, bypasses, None) for num_rows, bypasses in users], backbone.device, apart=bool(backbone.block_rows)
     )
     context, values = Context(backend=backbone.backend, block_rows=backbone.block_rows), {"x": hidden}
     graph, runs = backbone.architecture.graphs["head"], backbone.architecture.place_runs["head"]
-    weights = backbone.weights["head"]
-    run_graph(graph, values, weights, context, _AfterNode("head", graph, (), adapters, runs, weights, context))
+    weights, num_rows = backbone.weights["head"], hidden.shape[0]
+    after = _AfterNode("head", graph, (), adapters, runs, weights, context, num_rows)
+    run_graph(graph, values, weights, context, after, after.bypasses.run_nodes if after.bypasses.run_any else None)
     return values[graph.outputs[0]]
 
 
@@ -214,7 +245,8 @@ class _Batch:
             states=self._states(part) if graph.state_size else (),
         )
         runs, weights = backbone.architecture.place_runs[part], backbone.weights[part]
-        after = _AfterNode(part, graph, self._keepers, self._adapters, runs, weights, context)
+        num_rows = self._keepers[-1].rows.stop
+        after = _AfterNode(part, graph, self._keepers, self._adapters, runs, weights, context, num_rows)
         values: dict[str, Tensor] = dict(self._constants)
         if x is not None:
             values["x"] = x
@@ -317,13 +349,13 @@ class _AfterNode:
         runs: Sequence[PlaceRun],
         weights: Mapping[str, Any],
         context: Context,
+        num_rows: int,
     ) -> None:
-        """graph, weights: of the part."""
+        """graph, weights: of the part. num_rows: of the batch."""
         self._backend = context.backend
         self._low_rank = batch = adapters.low_rank
         self._runs = {run.node: run for run in runs if run.mask & batch.mask} if batch else {}
         self.savers = _Savers(part, keepers, context)
-        num_rows = keepers[-1].rows.stop if keepers else 0
         self.bypasses = BypassRuns(part, graph, adapters.groups, num_rows, weights, context, self.savers)
 
         # Nodes after which there is anything to do.

@@ -4,6 +4,9 @@ node's own.
 What a bypass adds is most often a product of low rank, narrow B^T. Where all rows have one adapter and nobody wants
 that product for itself, the rest of the bypass runs before the node, and the node's product takes narrow and B along:
 a backend that can makes both in the same sums, and its result is written once.
+
+Where an adapter has weights of its own for a node, its rows run the node once more with these; where all rows are its
+rows, they run it with these alone.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -62,11 +65,16 @@ class BypassRuns:
                 self._groups.setdefault(site, []).append(group)
         has_one = len(groups) == 1 and groups[0].has_one_adapter_of(num_rows) and context.block_rows is None
         self.within = {site for site in self._groups if self._is_within(graph.node[site])} if has_one else set[str]()
+        self._alone = {site for site in self._groups if self._instead(site)} if has_one else set[str]()
 
     @property
     def sites(self) -> Mapping[str, Sequence[BypassGroup]]:
         """Nodes with bypasses, and whose."""
         return self._groups
+
+    def _instead(self, site: str) -> Node | None:
+        """Return the node that rows of the first group run in place of a site, if there is one."""
+        return self._groups[site][0].site(self._part, site)[0].instead
 
     def _is_within(self, node: Node) -> bool:
         bypass, _ = self._groups[node.name][0].site(self._part, node.name)
@@ -83,7 +91,7 @@ class BypassRuns:
     @property
     def run_any(self) -> bool:
         """Whether there may be nodes for `run_nodes`."""
-        return bool(self.within) or any(self._rooms(unit) for unit in self._gated_units.values())
+        return bool(self.within or self._alone) or any(self._rooms(unit) for unit in self._gated_units.values())
 
     def run_nodes(self, nodes: Sequence[Node], values: MutableMapping[str, Tensor]) -> bool:
         """Run nodes that run at once with what is added within them, or what is made of them, if there is any such;
@@ -91,6 +99,10 @@ class BypassRuns:
         """
         if (made := self._made.pop(nodes[0].name, None)) is not None:
             values[nodes[0].outputs[0][1]] = made
+            return True
+        if all(node.name in self._alone for node in nodes):
+            for node in nodes:
+                self._run_alone(node, values)
             return True
         unit = self._gated_units.get(nodes[0].name)
         keep = () if unit is None or self._add_afterwards(nodes) else self._rooms(unit)
@@ -112,6 +124,23 @@ class BypassRuns:
         for node, results in zip(nodes, found, strict=True):
             values.update({name: results[slot] for slot, name in node.outputs})
         return True
+
+    def _run_alone(self, node: Node, values: MutableMapping[str, Tensor]) -> None:
+        """Run a node with the weights of the adapter that all rows have."""
+        [group] = self._groups[node.name]
+        bypass, parameters = group.site(self._part, node.name)
+        assert bypass.instead is not None
+        values[node.outputs[0][1]] = self._with_own_weights(group, bypass.instead, parameters, values)
+
+    def _with_own_weights(
+        self, group: BypassGroup, instead: Node, parameters: Mapping[str, Any], values: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return what a group's rows get of a node whose weights the adapter has."""
+        local = dict[str, Tensor]()
+        of_site = {name: self._weights[name] for name in instead.input.values() if name in self._weights}
+        weights = {**parameters, **of_site}
+        self._take_inputs(group, instead, local, weights, values)
+        return run_node(instead, local, weights, self._context)[instead.outputs[0][1]]
 
     def _add_afterwards(self, nodes: Sequence[Node]) -> bool:
         """Whether anything is added to nodes that is not within them."""
@@ -143,6 +172,12 @@ class BypassRuns:
             parameters = {**parameters, **{name: self._weights[name] for name in bypass.weights}}
         output = values[node.outputs[0][1]]
         base = group.take(output)
+        if bypass.instead is not None and node.name not in self._alone:
+            own = self._with_own_weights(group, bypass.instead, parameters, values)
+            base.copy_(own)
+            group.put(output, base)
+        if not bypass.nodes:
+            return
         local: dict[str, Tensor] = {bypass.base: base}
         if self._saver.keeps(bypass.base):
             self._saver.save(bypass.base, base, group)

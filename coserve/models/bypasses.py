@@ -32,7 +32,13 @@ class Bypasses:
     """What an adapter adds to a model: for each part, its bypasses by site. Only the parameters' values change."""
 
     def __init__(self, parts: Mapping[Part, Mapping[str, BoundBypass]], architecture: Architecture) -> None:
+        """architecture: of the adapter, whose vocabulary may be another than the backbone's."""
         self._parts, self._architecture = parts, architecture
+
+    @property
+    def vocab_size(self) -> int:
+        """Return how many logits the adapter's rows have."""
+        return self._architecture.vocab_size
 
     def of(self, part: Part) -> Mapping[str, BoundBypass]:
         """The bypasses of a part, by site."""
@@ -88,7 +94,7 @@ def _as_low_rank(bound: BoundBypass, part: int) -> LowRank | None:
     other. part: its number.
     """
     bypass = bound.bypass
-    if tuple(node.op for node in bypass.nodes) not in _LOW_RANK:
+    if bypass.instead is not None or tuple(node.op for node in bypass.nodes) not in _LOW_RANK:
         return None
     first, *middle, last = bypass.nodes
     sources = [bypass.source, *(node.outputs[0][1] for node in bypass.nodes)]
@@ -111,7 +117,7 @@ _LOW_RANK = frozenset(
 
 
 def _can_be_grouped(bound: BoundBypass) -> bool:
-    return all(
+    return bound.bypass.instead is None and all(
         slot in node.operator.grouped
         for node in bound.bypass.nodes
         for slot, name in node.inputs

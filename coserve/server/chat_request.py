@@ -25,6 +25,7 @@ from coserve.server.generation import (
     slo_of,
     truncated,
 )
+from coserve.server.prompts import Prompts
 from coserve.server.schemas import ChatBody
 from coserve.server.structured import asked_grammar, grammar_field
 from coserve.server.token_details import TokenDetails
@@ -54,8 +55,8 @@ async def chat_request(
     return ChatRequest(
         generation=generation,
         tools=tools,
-        frame=frame_of(body, generation.prompts[0], context.prompts),
-        details=TokenDetails.of(body, context.prompts),
+        frame=frame_of(body, generation.prompts[0], generation.reader),
+        details=TokenDetails.of(body, generation.reader),
     )
 
 
@@ -89,11 +90,12 @@ async def _generation(
 ) -> Generation:
     model = context.model_name if body.model is None else body.model
     adapter = await find_model(context, tenant, model)
+    reader, ready = await context.reader_of(adapter, ready)
     messages = [plain_message(message) for message in body.messages]
     if body.truncate_prompt_tokens is None:
-        check_length(context.prompts, [*messages, *tools.shown], ready, param="messages")
-    template = template_arguments(body, tools, context.prompts.chat_template)
-    tokens = await context.prompts.tokens(messages, template, body.add_special_tokens, param="messages")
+        check_length(reader, [*messages, *tools.shown], ready, param="messages")
+    template = template_arguments(body, tools, reader.chat_template)
+    tokens = await reader.tokens(messages, template, body.add_special_tokens, param="messages")
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked: int | None = getattr(body, limit)
     if asked is not None and asked < 1:
@@ -109,24 +111,25 @@ async def _generation(
         prompts=(tuple(tokens),),
         params=sampling_params(
             body,
-            context.prompts,
+            reader,
             max_tokens=max_tokens,
             vocab_size=ready.vocab_size,
             logprobs=logprobs,
-            bad_words=await bad_words(body, context.prompts),
-            grammar=await _grammar(body, tools, context, tenant, tokens),
+            bad_words=await bad_words(body, reader),
+            grammar=await _grammar(body, tools, context, tenant, reader, tokens),
         ),
         slo=slo_of(body, ready.slo),
         arrival_s=arrival_s,
         tenant=tenant,
         adapter=adapter,
+        reader=reader,
         priority=priority_of(body, context, tenant),
         shown_tokens=(reasoning.BEGIN, reasoning.END, *(() if tools.parser is None else tools.parser.markers)),
     )
 
 
 async def _grammar(
-    body: ChatBody, tools: Tools, context: ServerContext, tenant: str, prompt: Sequence[int]
+    body: ChatBody, tools: Tools, context: ServerContext, tenant: str, reader: Prompts, prompt: Sequence[int]
 ) -> Grammar | None:
     """Return what the answer follows, after the reasoning that its prompt has opened, or that it may begin with.
 
@@ -135,7 +138,7 @@ async def _grammar(
     grammar = grammar_of_calls(body, tools) if tools.must_call else asked_grammar(body)
     if grammar is None:
         return None
-    frame = frame_of(body, prompt, context.prompts)
+    frame = frame_of(body, prompt, reader)
     if frame.inside_reasoning or frame.may_reason:
         grammar = replace(grammar, after=reasoning.END, begun_by="" if frame.inside_reasoning else reasoning.BEGIN)
     param = "tools" if tools.must_call else grammar_field(body)

@@ -63,14 +63,14 @@ async def completion_request(
     echoes = [
         prompt
         if isinstance(prompt, str) and body.truncate_prompt_tokens is None
-        else context.prompts.text(list(tokens))
+        else generation.reader.text(list(tokens))
         for prompt, tokens in zip(prompts, generation.prompts, strict=True)
         if body.echo
     ]
     return CompletionRequest(
         generation=generation,
         echoes=echoes if body.echo else None,
-        details=TokenDetails.of(body, context.prompts),
+        details=TokenDetails.of(body, generation.reader),
     )
 
 
@@ -102,22 +102,21 @@ async def _generation(
     ready = context.admit()
     model = context.model_name if body.model is None else body.model
     adapter = await find_model(context, tenant, model)
+    reader, ready = await context.reader_of(adapter, ready)
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens < 0 or (max_tokens == 0 and not body.echo):
         raise ApiError("max_tokens must be at least 1; 0 needs echo", param="max_tokens")
     if len(prompts) * (body.n or 1) > _MOST_CHOICES:
         raise ApiError(f"{len(prompts)} prompts, n times each, are more than {_MOST_CHOICES} choices", param="n")
     for prompt in prompts if body.truncate_prompt_tokens is None else ():
-        check_length(context.prompts, prompt, ready, param="prompt")
-    whole = [
-        await context.prompts.tokens(prompt, special=body.add_special_tokens, param="prompt") for prompt in prompts
-    ]
+        check_length(reader, prompt, ready, param="prompt")
+    whole = [await reader.tokens(prompt, special=body.add_special_tokens, param="prompt") for prompt in prompts]
     tokens = [tuple(truncated(each, body, ready, max_tokens=max_tokens)) for each in whole]
     for each in tokens:
         check_prompt(each, max_tokens, ready, param="prompt")
     more: dict[str, Any] = {
         "logprobs": body.logprobs,
-        "bad_words": await bad_words(body, context.prompts),
+        "bad_words": await bad_words(body, reader),
         "grammar": await _grammar(body, context, tenant),
     }
     if body.echo and (body.logprobs is not None or not max_tokens):
@@ -127,11 +126,12 @@ async def _generation(
         created=now_s(),
         model=model,
         prompts=tuple(tokens),
-        params=sampling_params(body, context.prompts, max_tokens=max_tokens, vocab_size=ready.vocab_size, **more),
+        params=sampling_params(body, reader, max_tokens=max_tokens, vocab_size=ready.vocab_size, **more),
         slo=slo_of(body, ready.slo),
         arrival_s=arrival_s,
         tenant=tenant,
         adapter=adapter,
+        reader=reader,
         priority=priority_of(body, context, tenant),
     )
 

@@ -15,6 +15,7 @@ from coserve.jobs.manager import JobManager
 from coserve.jobs.records import AdapterRecord
 from coserve.jobs.trackers import Trackers
 from coserve.scheduling.slo import Slo
+from coserve.server.adapter_readers import AdapterReaders
 from coserve.server.adapters import AdapterCatalogue, LoadedAdapters, find_adapter
 from coserve.server.admission import Admission
 from coserve.server.archives import Merging
@@ -72,6 +73,7 @@ class ServerContext:
         self.readiness = Readiness(self.link)
         self.grammar_checks = GrammarChecks(self.prompts, self.link)
         self.previews = Previews(self.prompts)
+        self._readers = AdapterReaders(self.prompts)
         for listener in (self.board, self.metrics, self.waiting, self.admission, self.readiness):
             self.link.listen(listener)
         if self.tracing is not None:
@@ -140,6 +142,13 @@ class ServerContext:
         """`find_adapter` without holding up other requests."""
         return self.loaded.find(tenant, name) or await asyncio.to_thread(self.find_adapter, tenant, name)
 
+    async def reader_of(self, adapter: AdapterRecord | None, ready: Ready) -> tuple[Prompts, Ready]:
+        """Return what reads and writes an adapter's texts, and the engine with the adapter's vocabulary."""
+        if adapter is None or adapter.directory is None:
+            return self.prompts, ready
+        prompts, vocab_size = await asyncio.to_thread(self._readers.of, adapter.directory)
+        return prompts, ready if vocab_size == ready.vocab_size else structs.replace(ready, vocab_size=vocab_size)
+
     def only_trained(self, tenant: str, name: str) -> str | None:
         """Which of `trainable_models` a name stands for, or an adapter's does; None: none of them. Blocks."""
         if self.job_manager is None:
@@ -165,10 +174,12 @@ class ServerContext:
         tenant: str,
         adapter: str | None,
         slo: Slo,
+        reader: Prompts,
         shown_tokens: tuple[str, ...] = (),
     ) -> RequestStream:
         """Send requests of one tenant to the engine; to be closed in any case. adapter: as the tenant calls it.
-        shown_tokens: see `TextStream`. Batch work is no request under way, and waits as long as it must.
+        reader: see `reader_of`. shown_tokens: see `TextStream`. Batch work is no request under way, and waits as long
+        as it must.
 
         Raises:
             ApiError: too many wait. LimitError: the tenant has too many under way, or has used its tokens.
@@ -183,7 +194,7 @@ class ServerContext:
             )
         requests = [self._with_public_tokens(request) for request in requests]
         try:
-            stream = self.link.open(requests, self.prompts.text_tokenizer, shown_tokens)
+            stream = self.link.open(requests, reader.text_tokenizer, shown_tokens)
         except BaseException:
             self.admission.end(tenant, num_sequences=number)
             raise

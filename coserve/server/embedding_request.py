@@ -59,13 +59,14 @@ async def embedding_request(body: EmbeddingBody, context: ServerContext, tenant:
         )
     ready = context.admit()
     adapter = await find_model(context, tenant, body.model)
+    reader, ready = await context.reader_of(adapter, ready)
     is_one = isinstance(body.input, str) or isinstance(body.input[0], int)
     inputs: list[Any] = [body.input] if is_one else list(body.input)
     prompts = []
     for given in inputs:
         if body.truncate_prompt_tokens is None:
-            check_length(context.prompts, given, ready, param="input")
-        tokens = await context.prompts.tokens(given, special=body.add_special_tokens, param="input")
+            check_length(reader, given, ready, param="input")
+        tokens = await reader.tokens(given, special=body.add_special_tokens, param="input")
         if (most := body.truncate_prompt_tokens) is not None:
             tokens = tokens[: most_tokens(ready) - 1 if most == -1 else most]
         check_prompt(tokens, 1, ready, param="input")
@@ -80,6 +81,7 @@ async def embedding_request(body: EmbeddingBody, context: ServerContext, tenant:
         arrival_s=arrival_s,
         tenant=tenant,
         adapter=adapter,
+        reader=reader,
         priority=priority_of(body, context, tenant),
     )
 

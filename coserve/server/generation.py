@@ -52,7 +52,7 @@ class Generation:
     """Prompts that go to the engine together, one request each; the answer's choices are their sequences.
 
     id, created, model: as the answer shows them. shown_tokens: special tokens that the answer's text has, for a parser
-    that reads it. priority, batch_due_s: see `AddRequest`.
+    that reads it. priority, batch_due_s: see `AddRequest`. reader: of the adapter's texts, or of the model's.
     """
 
     id: str
@@ -64,6 +64,7 @@ class Generation:
     arrival_s: float
     tenant: str
     adapter: AdapterRecord | None
+    reader: Prompts
     shown_tokens: tuple[str, ...] = ()
     priority: int = 0
     batch_due_s: float | None = None
@@ -238,6 +239,7 @@ async def chunks_of(context: ServerContext, generation: Generation) -> AsyncGene
         tenant=generation.tenant,
         adapter=adapter,
         slo=generation.slo,
+        reader=generation.reader,
         shown_tokens=generation.shown_tokens,
     )
     trace = None if context.tracing is None else context.tracing.open(generation.id, generation.model, stream.requests)

@@ -12,11 +12,13 @@ from coserve.engine.prompts import Prompt, load_tokenizer, tokens_of
 from coserve.engine.vocabulary import TokenBytes
 from coserve.errors import CoserveError, ModelError, RequestError
 from coserve.models.source import ModelSource, find_model
+from coserve.server.adapter_vocabulary import AddedToken
 from coserve.server.errors import ApiError
 from coserve.server.generation_defaults import read_defaults
 from coserve.server.tenant_turns import TenantTurns
 
 if TYPE_CHECKING:
+    from tokenizers import AddedToken as LibraryToken
     from transformers import PreTrainedTokenizerBase
 
 # Characters of a prompt that takes some milliseconds, or longer.
@@ -77,6 +79,25 @@ class Prompts:
             tokens_of([{"role": "user", "content": "x"}], self._tokenizer, self._model)
         except RequestError as error:
             raise ModelError(f"--chat-template cannot be used: {error}") from None
+
+    def with_tokens(self, added: Sequence[AddedToken]) -> "Prompts":
+        """Return the same for an adapter whose tokenizer knows more tokens; itself, if it knows them all, or does not
+        give them the same ids. Blocks.
+        """
+        known = {} if self._tokenizer is None else self._tokenizer.get_vocab()
+        new = [token for token in added if token.content not in known]
+        if self._tokenizer is None or not new:
+            return self
+        found = copy.copy(self)
+        found._tokenizer = tokenizer = self.tokenizer
+        assert tokenizer is not None
+        tokenizer.add_tokens([_library_token(token) for token in new])
+        if any(tokenizer.convert_tokens_to_ids(token.content) != token.id for token in new):
+            return self
+        found._copies, found._pieces = threading.local(), {}
+        found.text_tokenizer, found._token_bytes = copy.deepcopy(tokenizer), TokenBytes(tokenizer)
+        found.longest_token = max(self.longest_token, *(len(token.content) for token in new))
+        return found
 
     async def vocabulary(self, vocab_size: int) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
         """What all tokens stand for, see `TokenBytes.all`; RequestError without a tokenizer."""
@@ -208,6 +229,12 @@ def num_characters(prompt: Prompt) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     return sum(len(str(text)) for message in prompt if isinstance(message, Mapping) for text in message.values())
+
+
+def _library_token(token: AddedToken) -> "LibraryToken":
+    from tokenizers import AddedToken as LibraryToken
+
+    return LibraryToken(token.content, special=token.is_special, normalized=False)
 
 
 def _spellings(word: str) -> tuple[str, ...]:

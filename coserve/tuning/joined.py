@@ -67,11 +67,11 @@ def joined_tasklet(pieces: Sequence[tuple[JoiningPass, int]]) -> Tasklet:
 def run_losses(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
     """The next trained rows of packs, of each its number at most, through the head: their losses, and the gradients.
 
-    The rows of all packs whose head has no parameters of an adapter are one batch.
+    The rows of all packs whose head has no tensors of an adapter are one batch.
     """
     joined: dict[int, list[tuple[JoiningPass, int]]] = {}
     for training, max_rows in pieces:
-        key = id(training if training.adapter.parameters("head") else training.programs.loss)
+        key = id(training if training.adapter.tensors("head") else training.programs.loss)
         joined.setdefault(key, []).append((training, max_rows))
     for group in joined.values():
         _run_loss(group)
@@ -90,7 +90,7 @@ def _run_loss(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
         backend=backbone.backend,
         weights={**backbone.weights["head"], **first.adapter.tensors("head")},
         accumulators=first.accumulators("head"),
-        max_rows=chunk_rows(backbone.architecture.vocab_size, backbone.dtype),
+        max_rows=chunk_rows(first.adapter.architecture.vocab_size, backbone.dtype),
     )
     sizes = [len(rows) for rows in windows]
     for (training, _), rows, *each in zip(pieces, windows, *(torch.split(x, sizes) for x in found), strict=True):

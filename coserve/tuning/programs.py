@@ -67,7 +67,7 @@ def training_programs(
     """
     backbone = adapter.backbone
     parts = backbone.architecture.parts
-    lowest = min((parts.index(part) for part, _ in adapter.sites.values()), default=len(parts))
+    lowest = min((index for index, part in enumerate(parts) if adapter.parameters(part)), default=len(parts))
     programs: dict[Part, Program] = {}
     for index, part in enumerate(parts[:-1]):
         graph = adapter.attached(part).graph

@@ -14,7 +14,7 @@ from engines import examples_of, make_engine
 from support import make_adapter, make_backbone
 
 from coserve.adapters import LoraConfig, load_adapter, save_adapter
-from coserve.adapters.base import AdapterLayout
+from coserve.adapters.layout import AdapterLayout
 from coserve.devices import adapter_memory
 from coserve.devices.adapter_memory import AdapterMemory, room_for_a_job
 from coserve.devices.process_memory import pool_bytes

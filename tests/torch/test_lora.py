@@ -335,17 +335,22 @@ def test_files_that_are_missing_or_damaged(directory, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
-def test_an_output_layer_saved_along_must_be_the_models_own(tmp_path):
-    """PEFT saves lm_head itself beside a LoRA on it."""
+def test_an_output_layer_saved_along_is_the_one_that_is_used(tmp_path):
+    """PEFT saves lm_head itself beside a LoRA on it, and loads it."""
     model = get_peft_model(make_model("llama"), PeftLoraConfig(target_modules=["lm_head"]))
     model.save_pretrained(tmp_path)
     path = tmp_path / "adapter_model.safetensors"
     tensors = load_file(path)
     kept = "base_model.model.lm_head.base_layer.weight"
     assert kept in tensors
-    assert len(load_adapter(make_backbone("llama"), tmp_path).masters) == 2
+    same = load_adapter(make_backbone("llama"), tmp_path)
+    assert len(same.masters) == 2
+    assert not same.frozen_weights
     save_file({**tensors, kept: tensors[kept] + 1}, path)
-    assert "other weights for lm_head" in refused(tmp_path)
+    other = load_adapter(make_backbone("llama"), tmp_path)
+    assert torch.equal(other.frozen_weights["lm_head"], tensors[kept] + 1)
+    save_file({**tensors, kept: tensors[kept][:, 1:]}, path)
+    assert "it was made for another one" in refused(tmp_path)
 
 
 def test_a_tensor_too_many_or_too_few_is_named(directory):

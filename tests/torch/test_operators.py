@@ -300,6 +300,25 @@ def test_dropout():
     check("dropout", lambda x, dropout_row_ids: _dropped(x, torch.eye(8), dropout_row_ids), inputs, p=0.4, salt=7)
 
 
+def test_other_rows():
+    ids = torch.tensor([3, 7, 0, 3, 9])
+
+    def reference(base: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        own = torch.stack(
+            [weight[(7, 3).index(int(i))] if int(i) in (7, 3) else row for i, row in zip(ids, base, strict=True)]
+        )
+        return own - base
+
+    check("other_rows", reference, {"base": rnd(5, 8), "weight": rnd(2, 8), "ids": ids}, tokens=(7, 3))
+
+
+def test_other_columns():
+    def reference(base: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return base.index_copy(1, torch.tensor([4, 1]), x @ weight.T) - base
+
+    check("other_columns", reference, {"base": rnd(5, 8), "x": rnd(5, 6), "weight": rnd(2, 6)}, columns=(4, 1))
+
+
 def test_add_vector():
     check("add_vector", lambda x, vector: x + 0.5 * vector, {"x": rnd(5, 8), "vector": rnd(8)}, factor=0.5)
 

@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coserve.adapters.base import PEFT_PREFIX, AdapterLayout
+from coserve.adapters.base import PEFT_PREFIX
+from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.patterns import check_sizes
 from coserve.adapters.places import Place, Site
 from coserve.adapters.settings import NamedConfig

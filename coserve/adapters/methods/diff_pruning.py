@@ -69,7 +69,7 @@ class GatedDifferences(Reparametrization):
 
     def __init__(self, config: DiffPruningConfig, adapter: Adapter, *, seed: int) -> None:
         self._config, self._seed, self._num_draws = config, seed, 0
-        self._gated = tuple(name for name, local in adapter.local_names.items() if local == "difference")
+        self._gated = tuple(name for name, local in adapter.layout.local_names.items() if local == "difference")
         self.parameters = {name: master.clone() for name, master in adapter.masters.items()}
         for name in self._gated:
             self.parameters[_gate(name)] = torch.full_like(adapter.masters[name], _FIRST_GATE)

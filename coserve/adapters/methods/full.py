@@ -7,8 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coserve.adapters.base import Adapter, AdapterLayout
+from coserve.adapters.base import Adapter
 from coserve.adapters.full_weights import FullWeights, weight_places
+from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.patterns import check_sizes
 from coserve.adapters.places import Place, Site
 from coserve.adapters.settings import NamedConfig
@@ -74,7 +75,9 @@ class FullConfig(NamedConfig):
 
     def sizes(self, architecture: Architecture) -> AdapterLayout:
         shapes = {name: architecture.weight_shapes[name] for name in self.chosen(architecture)}
-        return AdapterLayout(places={}, shapes=shapes, local_names={}, modules={}, derived={})
+        return AdapterLayout(
+            architecture=architecture, places={}, shapes=shapes, local_names={}, modules={}, derived={}
+        )
 
     def create(self, backbone: Backbone, *, seed: int) -> Adapter:
         return FullWeights(backbone, self, self.chosen(backbone.architecture))

@@ -13,7 +13,17 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from coserve.adapters.base import Adapter, AdapterLayout
+from coserve.adapters.base import Adapter
+from coserve.adapters.embedding_choices import EmbeddingChoices
+from coserve.adapters.embedding_lora import (
+    EMBEDDING_A,
+    EMBEDDING_B,
+    embedding_bypass,
+    embedding_change,
+    embedding_initial,
+    embedding_site,
+    tied_modules,
+)
 from coserve.adapters.experts import (
     expert_bypass,
     expert_name,
@@ -22,13 +32,22 @@ from coserve.adapters.experts import (
     from_stacked,
     to_stacked,
 )
+from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.patterns import ByPattern
 from coserve.adapters.places import Place, Site
 from coserve.adapters.principal import LORA_A, LORA_B, TrainedHalf, beside_weight, is_principal, principal_factors
 from coserve.adapters.reparametrization import Reparametrization
 from coserve.adapters.settings import TargetedConfig, check_flags
+from coserve.adapters.trainable_tokens import (
+    TOKENS,
+    TokenIndices,
+    token_graph,
+    token_indices,
+    tokens_initial,
+    with_tokens,
+)
 from coserve.errors import AdapterError
-from coserve.graph.bypass import Bypass
+from coserve.graph.bypass import Bypass, combined
 from coserve.graph.ir import GraphBuilder
 from coserve.models.base import Architecture, Part
 from coserve.settings import MOST_WHOLE, check_number, check_whole, is_number, shown
@@ -51,6 +70,8 @@ class LoraConfig(TargetedConfig):
     `mlp.experts.down_proj`. use_dora: DoRA's magnitudes. init_lora_weights: true (A uniform, B zero), or one of
     `_INITIAL_VALUES`.
     rank_pattern, alpha_pattern: r and alpha for modules whose name ends with a match of the pattern.
+    trainable_token_indices: tokens whose embeddings are trained, or by module name such tokens. ensure_weight_tying: on
+    a model whose head is its table of embeddings, both stay one in what the adapter changes of them.
     """
 
     peft_type = "LORA"
@@ -60,14 +81,17 @@ class LoraConfig(TargetedConfig):
         **{name: name for name in ("rank_pattern", "alpha_pattern")},
         "alpha": "lora_alpha",
         "dropout": "lora_dropout",
-        "target_parameters": "target_parameters",
+        **{name: name for name in ("target_parameters", "trainable_token_indices", "ensure_weight_tying")},
         **TargetedConfig.target_names,
         **TargetedConfig.whole_names,
     }
     constants: ClassVar[Mapping[str, Any]] = {"bias": "none", "fan_in_fan_out": False}
     harmless = frozenset(("megatron_config", "megatron_core", "eva_config", "qalora_group_size"))
     required = ("r", "alpha", "target_modules")
-    supported = "LoRA on linear layers with r, alpha, rsLoRA, DoRA, biases of B, PiSSA, OLoRA, dropout and patterns"
+    supported = (
+        "LoRA on linear layers and embeddings with r, alpha, rsLoRA, DoRA, biases of B, PiSSA, OLoRA, dropout, "
+        "patterns, whole modules and trainable tokens"
+    )
 
     target_modules: str | tuple[str, ...] = ("q_proj", "v_proj")
     target_parameters: tuple[str, ...] = ()
@@ -78,11 +102,14 @@ class LoraConfig(TargetedConfig):
     use_dora: bool = False
     lora_bias: bool = False
     init_lora_weights: bool | str = True
+    trainable_token_indices: TokenIndices = ()
+    ensure_weight_tying: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_parameters", expert_targets(self.target_parameters))
+        object.__setattr__(self, "trainable_token_indices", token_indices(self.trainable_token_indices))
         super().__post_init__()
         others = self.dropout or self.use_dora or self.lora_bias or is_principal(self.init_lora_weights)
         if self.target_parameters and others:
@@ -98,7 +125,7 @@ class LoraConfig(TargetedConfig):
             check_number(f"LoRA's {_shortened(name)}", alpha, above=0, most=_MOST_ALPHA)
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ValueError(f"LoRA's dropout must be at least 0 and below 1, not {shown(self.dropout)}")
-        check_flags(self, "use_rslora", "use_dora", "lora_bias")
+        check_flags(self, "use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
         initial = self.init_lora_weights
         if initial is not True and initial != "gaussian" and not is_principal(initial):
             known = ", ".join(_INITIAL_VALUES)
@@ -138,11 +165,75 @@ class LoraConfig(TargetedConfig):
 
     def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
         experts = expert_sites(self.target_parameters, architecture)
-        return {**super().sites(architecture, every_target=every_target), **experts}
+        found = super().sites(architecture, every_target=every_target)
+        choices, modules = self._embeddings(architecture), tied_modules(architecture)
+        targets = self.target_sites(architecture, every_target=False) if choices.tokens else ()
+        choices.check_tokens(targets, use_dora=self.use_dora)
+        return {**found, **{module: modules[module] for module in choices.tokens}, **experts}
+
+    def can_be_targets(self, architecture: Architecture) -> Mapping[str, tuple[Part, str]]:
+        return {**architecture.linear_sites, **embedding_site(architecture)}
+
+    def target_sites(self, architecture: Architecture, *, every_target: bool) -> dict[str, tuple[Part, str]]:
+        found = super().target_sites(architecture, every_target=every_target)
+        if self._embeddings(architecture).ties_targets:
+            found |= tied_modules(architecture)
+        if architecture.embedding_name in found:
+            self._check_embedding_target(architecture)
+        return found
+
+    def whole_names_of(self, architecture: Architecture) -> tuple[str, ...]:
+        return self._embeddings(architecture).whole_names
+
+    def tokens(self, architecture: Architecture) -> dict[str, tuple[int, ...]]:
+        """Return the tokens by the modules that have rows of their own for them."""
+        return self._embeddings(architecture).tokens
+
+    def shared(self, architecture: Architecture) -> Mapping[str, str]:
+        return self._embeddings(architecture).shared
+
+    def why_not_trained(self, architecture: Architecture) -> str:
+        return self._embeddings(architecture).why_not_trained
+
+    def _embeddings(self, architecture: Architecture) -> EmbeddingChoices:
+        return EmbeddingChoices(
+            architecture=architecture,
+            targets=self._targets,
+            modules_to_save=self.modules_to_save,
+            token_setting=self.trainable_token_indices,
+            ensures_tie=self.ensure_weight_tying,
+        )
+
+    def _check_embedding_target(self, architecture: Architecture) -> None:
+        """AdapterError for settings that a LoRA at embeddings does not have."""
+        has_others = self.use_dora or self.lora_bias or is_principal(self.init_lora_weights)
+        if has_others:
+            raise AdapterError(
+                f"target_modules means {architecture.embedding_name}, where LoRA goes without use_dora, lora_bias, and "
+                "initial values of a weight: leave it out of target_modules, or name it in modules_to_save"
+            )
+
+    def bypass(self, place: Place, *, training: bool) -> Bypass:
+        tokens = self.tokens(place.architecture).get(place.module) if self.trainable_token_indices else None
+        if tokens is None:
+            return super().bypass(place, training=training)
+        own = token_graph(place, tokens)
+        if place.module not in self.target_sites(place.architecture, every_target=False):
+            return Bypass(graph=own)
+        other = super().bypass(place, training=training).graph
+        assert other is not None, "a target has a graph"
+        return Bypass(graph=combined(own, other))
+
+    def initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
+        if parameter == TOKENS:
+            return tokens_initial(self.tokens(site.place.architecture)[site.place.module], site)
+        return super().initial(parameter, shape, site, generator)
 
     def target_bypass(self, place: Place, *, training: bool) -> Bypass:
         if place.experts is not None:
             return expert_bypass(place, place.experts, self.rank(place.module), self.scaling(place.module))
+        if place.node.op == "embedding":
+            return embedding_bypass(place, self.rank(place.module), self.scaling(place.module))
         b, rank = GraphBuilder(), self.rank(place.module)
         b.rows("x", place.inputs)
         into = {"x": "x", "weight": b.parameter(LORA_A, rank, place.inputs)}
@@ -176,6 +267,8 @@ class LoraConfig(TargetedConfig):
         starts at zero, however it is initialised.
         """
         initial, module = self.init_lora_weights, site.place.module
+        if parameter in (EMBEDDING_A, EMBEDDING_B):
+            return embedding_initial(parameter, shape, generator)
         if parameter == _MAGNITUDE:
             return site.row_norms_squared.sqrt()
         if parameter == _BIAS:
@@ -203,11 +296,23 @@ class LoraConfig(TargetedConfig):
         found = {}
         for name, module in layout.modules.items():
             if layout.places[module].experts is None:
-                found[name] = tensors[self.file_name(name)]
+                found[name] = self.from_peft_value(layout.local_names[name], tensors[self.file_name(name)])
             else:
                 stacked = tensors[expert_name(name, layout)]
                 found[name] = from_stacked(stacked, layout.shapes[name], layout.local_names[name])
         return found
+
+    def to_peft_value(self, parameter: str, value: Tensor) -> Tensor:
+        return value.T if parameter == EMBEDDING_A else value
+
+    def from_peft_value(self, parameter: str, value: Tensor) -> Tensor:
+        return value.T if parameter == EMBEDDING_A else value
+
+    def frozen_file_name(self, module: str, architecture: Architecture) -> str:
+        name = super().frozen_file_name(module, architecture)
+        if module not in self.tokens(architecture):
+            return name
+        return f"{name.removesuffix('weight')}token_adapter.base_layer.weight"
 
     def derived(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """DoRA: the norms of the rows of W + scaling B A, without making that sum."""
@@ -216,10 +321,21 @@ class LoraConfig(TargetedConfig):
         own = ((b @ (a @ a.T)) * b).sum(1)
         return {"weight_norm": (site.row_norms_squared + 2 * mixed + own).clamp_(min=0).sqrt()}
 
+    def merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if TOKENS not in parameters:
+            return super().merged(site, parameters)
+        tokens = self.tokens(site.place.architecture)[site.place.module]
+        weight = with_tokens(site.dense_weight, tokens, parameters[TOKENS])
+        if LORA_A in parameters:
+            weight = weight + self.target_merged(site, parameters)["weight"] - site.dense_weight
+        return {"weight": weight}
+
     def target_merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if site.place.experts is not None:
             raise AdapterError("target_parameters cannot be merged; merge the model with an adapter without them")
         scaling, found = self.scaling(site.place.module), {}
+        if EMBEDDING_A in parameters:
+            return {"weight": site.dense_weight + embedding_change(parameters, scaling)}
         weight = site.dense_weight + scaling * (parameters[LORA_B] @ parameters[LORA_A])
         if self.use_dora:
             weight *= (parameters[_MAGNITUDE] / weight.norm(dim=1))[:, None]
@@ -236,7 +352,7 @@ class LoraConfig(TargetedConfig):
             return adapter
         first: dict[str, Tensor] = {}
         for name, module in adapter.layout.modules.items():
-            local = adapter.local_names[name]
+            local = adapter.layout.local_names[name]
             if is_fresh:
                 first[name] = masters[name]
             elif local in (LORA_A, LORA_B):
@@ -250,7 +366,14 @@ class LoraConfig(TargetedConfig):
             alpha=self._with_twice_the_rank(self.alpha),
             alpha_pattern={pattern: self._with_twice_the_rank(alpha) for pattern, alpha in self.alpha_pattern.items()},
         )
-        return Adapter(adapter.backbone, doubled, every_target=False, masters=beside_weight(masters, first))
+        return Adapter(
+            adapter.backbone,
+            doubled,
+            every_target=False,
+            masters=beside_weight(masters, first),
+            frozen=adapter.layout.frozen,
+            frozen_weights=adapter.frozen_weights,
+        )
 
     def _with_twice_the_rank(self, alpha: float) -> float:
         """For the same scaling."""

@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from coserve.adapters.base import AdapterLayout
+from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.places import Place, Site
 from coserve.adapters.settings import TargetedConfig, check_flags
 from coserve.errors import AdapterError
@@ -154,6 +154,6 @@ def _part(
 @lru_cache(maxsize=64)
 def _widest(config: VeraConfig, architecture: Architecture) -> tuple[int, int]:
     """The most inputs, and the most outputs, of an adapter's layers."""
-    sites = config._targets.sites(architecture, every_target=False)
+    sites = config.target_sites(architecture, every_target=False)
     places = [Place.of(architecture, module, part, node) for module, (part, node) in sites.items()]
     return max(place.inputs for place in places), max(place.outputs for place in places)

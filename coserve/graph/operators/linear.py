@@ -186,6 +186,9 @@ def _low_rank_gradient(dy: Tensor, x: Tensor, context: Context) -> Tensor:
 class Embedding(Operator):
     """y = weight[ids + offset]; ids int64 [n], weight [entries, width]. A negative id gives a row of zeros.
 
+    An id beyond the table is of a row whose adapter has a larger table, and looks up any entry: what it gives is not
+    used. Ids that nobody has are refused where requests and examples come in.
+
     Negative ids are virtual tokens: id -1 - j is the j-th. With the attribute `virtual` they are what is looked up
     (at j), and the rows of all others are zeros.
     """
@@ -200,7 +203,8 @@ class Embedding(Operator):
     def _entries(self, values: Values, attributes: Attributes) -> tuple[Tensor, Tensor]:
         """Which entry each row looks up, and which rows look up nothing."""
         ids = -1 - values["ids"] if attributes.get("virtual") else values["ids"]
-        return ids.clamp(min=0) + attributes["offset"], ids < 0
+        last = values["weight"].shape[0] - 1 - attributes["offset"]
+        return ids.clamp(0, last) + attributes["offset"], ids < 0
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         entries, absent = self._entries(values, attributes)

@@ -10,10 +10,11 @@ from coserve.server.chat_prompt import plain_message, template_arguments
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError
 from coserve.server.generation import find_model, most_tokens
-from coserve.server.prompts import num_characters
+from coserve.server.prompts import Prompts, num_characters
 from coserve.server.responses import ignored_header, json_response
 from coserve.server.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from coserve.server.tools import Tools
+from coserve.worker.protocol import Ready
 
 router = APIRouter(route_class=JsonRoute)
 # Counted before the tokenizer sees them: it takes a second or two for as many.
@@ -25,8 +26,7 @@ _LARGEST = 2**53
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, context: Context, tenant: Tenant) -> Response:
     """The token ids of a text, or of a chat as its template writes it."""
-    ready = context.require_ready()
-    await _check_model(context, tenant, body.model)
+    reader, ready = await _reader(context, tenant, body.model)
     _require_tokenizer(context)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError("give either prompt or messages", param="prompt")
@@ -39,13 +39,13 @@ async def tokenize(body: TokenizeBody, context: Context, tenant: Tenant) -> Resp
     if (length := num_characters(given)) > _MOST_CHARACTERS:
         raise ApiError(f"the text has {length} characters; at most {_MOST_CHARACTERS} are tokenized at once")
     param = "prompt" if body.messages is None else "messages"
-    tokens = await context.prompts.tokens(given, template, body.add_special_tokens, param=param)
+    tokens = await reader.tokens(given, template, body.add_special_tokens, param=param)
     return json_response(
         {
             "count": len(tokens),
             "max_model_len": most_tokens(ready),
             "tokens": tokens,
-            "token_strs": await context.prompts.names(tokens) if body.return_token_strs else None,
+            "token_strs": await reader.names(tokens) if body.return_token_strs else None,
         },
         headers=ignored_header(body.ignored),
     )
@@ -54,12 +54,11 @@ async def tokenize(body: TokenizeBody, context: Context, tenant: Tenant) -> Resp
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, context: Context, tenant: Tenant) -> Response:
     """The text of token ids."""
-    ready = context.require_ready()
-    await _check_model(context, tenant, body.model)
+    reader, ready = await _reader(context, tenant, body.model)
     _require_tokenizer(context)
     if wrong := [token for token in body.tokens if not 0 <= token < ready.vocab_size]:
         raise ApiError(f"tokens has {wrong[0]}; the model has {ready.vocab_size} tokens", param="tokens")
-    text = await context.prompts.decoded(body.tokens)
+    text = await reader.decoded(body.tokens)
     return json_response({"prompt": text}, headers=ignored_header(body.ignored))
 
 
@@ -77,9 +76,10 @@ async def tokenizer_info(context: Context) -> Response:
     return json_response(info)
 
 
-async def _check_model(context: ServerContext, tenant: str, model: str | None) -> None:
-    if model is not None:
-        await find_model(context, tenant, model)
+async def _reader(context: ServerContext, tenant: str, model: str | None) -> tuple[Prompts, Ready]:
+    """Return what reads the texts of a model, the base if none is named, and the engine with its vocabulary."""
+    adapter = None if model is None else await find_model(context, tenant, model)
+    return await context.reader_of(adapter, context.require_ready())
 
 
 def _require_tokenizer(context: ServerContext) -> Any:

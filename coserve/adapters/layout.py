@@ -1,0 +1,128 @@
+"""What the tensors of an adapter are, and where they are used, known before there are any."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Protocol, Self
+
+from coserve.adapters.frozen_weights import FROZEN, FrozenWeights, with_frozen_weight
+from coserve.adapters.places import Place
+from coserve.graph.bypass import Bypass
+from coserve.graph.tensors import TensorSpec
+from coserve.models.base import Architecture, Part
+
+
+class HasBypasses(Protocol):
+    """A method, as far as its bypasses go; see `AdapterConfig`."""
+
+    def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
+        """Return where it sits."""
+        ...
+
+    def bypass(self, place: Place, *, training: bool) -> Bypass:
+        """Return what it has at a place."""
+        ...
+
+    def shared(self, architecture: Architecture) -> Mapping[str, str]:
+        """Return parameters that are others."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterLayout:
+    """The tensors of an adapter by name and shape.
+
+    architecture: of the adapter's model, whose vocabulary may be another than the backbone's. places: by full module
+    name. shapes, local_names, modules: full parameter name -> its shape, its name in the bypass, and the module that it
+    sits at. derived: by module, what follows from its parameters. shared: full name of a parameter that is used at one
+    more module -> the parameter that it is. frozen: the weights that the adapter brings and does not train.
+    """
+
+    architecture: Architecture
+    places: dict[str, Place]
+    shapes: dict[str, tuple[int, ...]]
+    local_names: dict[str, str]
+    modules: dict[str, str]
+    derived: dict[str, tuple[TensorSpec, ...]]
+    shared: Mapping[str, str] = field(default_factory=dict)
+    frozen: FrozenWeights | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: HasBypasses,
+        architecture: Architecture,
+        *,
+        every_target: bool = True,
+        frozen: FrozenWeights | None = None,
+    ) -> Self:
+        """Return the layout of a method on a model; AdapterError if it fits nowhere.
+
+        architecture: of the backbone. every_target: see `AdapterConfig.sites`. frozen: see the class.
+        """
+        if frozen is not None:
+            architecture = frozen.architecture(architecture)
+        sites = config.sites(architecture, every_target=every_target)
+        if frozen is not None:
+            sites |= frozen.sites(architecture)
+        places = {module: Place.of(architecture, module, part, node) for module, (part, node) in sites.items()}
+        layout = cls(
+            architecture=architecture,
+            places=places,
+            shapes={},
+            local_names={},
+            modules={},
+            derived={},
+            shared=config.shared(architecture),
+            frozen=frozen,
+        )
+        for module, place in places.items():
+            bypass = layout.bypass(config, place, training=False)
+            if specs := tuple(spec for spec in bypass.with_kind("derived") if spec.name != FROZEN):
+                layout.derived[module] = specs
+            layout._add(module, bypass.with_kind("parameter"))
+        return layout
+
+    def _add(self, module: str, specs: Iterable[TensorSpec]) -> None:
+        for spec in specs:
+            name = f"{module}.{spec.name}"
+            if name not in self.shared:
+                self.shapes[name], self.local_names[name], self.modules[name] = spec.shape, spec.name, module
+
+    def bypass(self, config: HasBypasses, place: Place, *, training: bool) -> Bypass:
+        """Return all that the adapter has at a place: what the method does, on the weight that it brings, if any."""
+        module, frozen = place.module, self.frozen
+        if frozen is None or module not in frozen.modules:
+            return config.bypass(place, training=training)
+        own = place.weights["weight"]
+        if module not in config.sites(self.architecture, every_target=False):
+            return with_frozen_weight(None, own)
+        return with_frozen_weight(config.bypass(place, training=training), own)
+
+    @property
+    def sites(self) -> dict[str, tuple[Part, str]]:
+        """Return full module name -> (part, node)."""
+        return {module: (place.part, place.node.name) for module, place in self.places.items()}
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(prod(shape) for shape in self.shapes.values())
+
+    @property
+    def num_derived(self) -> int:
+        """Return the elements of what is derived; what is equal at several places is there once."""
+        kinds = {(spec.name, spec.shape) for specs in self.derived.values() for spec in specs}
+        return sum(prod(shape) for _, shape in kinds)
+
+    @property
+    def num_frozen(self) -> int:
+        """Return the elements of the weights that are not trained; they are there in the compute dtype alone."""
+        return 0 if self.frozen is None else sum(map(prod, self.frozen.shapes(self.architecture).values()))
+
+    @property
+    def largest(self) -> tuple[str, tuple[int, ...]]:
+        """Return the name and the shape of the largest tensor."""
+        shapes = dict(self.shapes)
+        if self.frozen is not None:
+            shapes |= {f"{name}.weight": shape for name, shape in self.frozen.shapes(self.architecture).items()}
+        return max(shapes.items(), key=lambda item: prod(item[1]), default=("", ()))

@@ -1,0 +1,97 @@
+"""The tokens that an adapter's directory adds to the model's tokenizer, and how many tokens its model has.
+
+Only the names of added tokens are read, as data: the text of a prompt is still cut by the model's own tokenizer.
+"""
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from coserve.adapters.brought import vocabulary_of
+from coserve.adapters.file_names import WEIGHTS_FILE
+from coserve.adapters.tensor_files import open_tensors
+from coserve.adapters.whole_files import read_small_file
+from coserve.errors import AdapterError
+from coserve.models.base import Architecture
+from coserve.settings import MOST_WHOLE, is_whole
+
+_TOKENIZER_FILE = "tokenizer.json"
+_MAX_TOKENIZER_BYTES = 128 << 20
+_MAX_ADDED, _MAX_CHARACTERS = 4096, 256
+# Directories whose vocabulary is kept for the next request.
+_NUM_KEPT = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddedToken:
+    """A token that a tokenizer knows beside its vocabulary. is_special: an answer's text leaves it out."""
+
+    id: int
+    content: str
+    is_special: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterVocabulary:
+    """The number of tokens of an adapter's model, and the tokens that its tokenizer adds, by id."""
+
+    vocab_size: int
+    added: tuple[AddedToken, ...] = ()
+
+
+class AdapterVocabularies:
+    """The vocabularies of adapters' directories; those last asked for are kept. From any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._kept: OrderedDict[tuple[str, int, int], AdapterVocabulary] = OrderedDict()
+
+    def of(self, directory: str, architecture: Architecture) -> AdapterVocabulary:
+        """Return a directory's vocabulary; the model's, if it cannot be read. Blocks."""
+        path = Path(directory)
+        key = (directory, _changed_at(path / WEIGHTS_FILE), _changed_at(path / _TOKENIZER_FILE))
+        with self._lock:
+            if (known := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                return known
+        found = AdapterVocabulary(vocab_size=_vocab_size(path, architecture), added=_added_tokens(path))
+        with self._lock:
+            self._kept[key] = found
+            while len(self._kept) > _NUM_KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+
+def _changed_at(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _vocab_size(path: Path, architecture: Architecture) -> int:
+    try:
+        with open_tensors(path / WEIGHTS_FILE) as file:
+            return vocabulary_of(file, architecture)
+    except AdapterError:  # the engine says so when it reads it
+        return architecture.vocab_size
+
+
+def _added_tokens(path: Path) -> tuple[AddedToken, ...]:
+    try:
+        content = read_small_file(path / _TOKENIZER_FILE, _MAX_TOKENIZER_BYTES)
+        given = json.loads(content or b"{}")
+        found = [_added(each) for each in given.get("added_tokens", ())]
+    except (AdapterError, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return ()
+    return tuple(sorted(found, key=lambda token: token.id)) if len(found) <= _MAX_ADDED else ()
+
+
+def _added(fields: Any) -> AddedToken:
+    token, content = fields["id"], fields["content"]
+    if not is_whole(token, 0, MOST_WHOLE) or not isinstance(content, str) or not 0 < len(content) <= _MAX_CHARACTERS:
+        raise ValueError
+    return AddedToken(id=token, content=content, is_special=bool(fields.get("special")))
