@@ -248,11 +248,9 @@ def test_settings_that_make_no_sense(settings, message):
         LoraConfig(**settings)
 
 
-@pytest.mark.parametrize("targets", [("q_proj", "fc9"), ("fc9",), "fc9", ("embed_tokens",)])
+@pytest.mark.parametrize("targets", [("q_proj", "fc9"), ("fc9",), "fc9"])
 def test_a_target_that_matches_nothing_names_what_there_is(targets):
-    with pytest.raises(
-        AdapterError, match=r"'(fc9|embed_tokens)' matches no linear layer of this llama; it has q_proj, "
-    ):
+    with pytest.raises(AdapterError, match=r"'fc9' matches no linear layer of this llama; it has q_proj, "):
         Adapter(make_backbone("llama"), LoraConfig(target_modules=targets))
 
 

@@ -174,6 +174,7 @@ def test_weights_of_the_same_vocabulary_that_differ_are_used_and_equal_ones_take
     found = load_adapter(backbone, tmp_path)
     assert found.layout.frozen is not None and found.layout.frozen.modules == ("model.embed_tokens",)
     assert found.layout.num_frozen == VOCAB * 32
+    assert torch.equal(found.frozen_weights["model.embed_tokens"], own + 1)
 
 
 def test_a_vocabulary_without_a_head_is_named(tmp_path):
