@@ -178,6 +178,7 @@ class EngineCore:
         tenant: str = "",
         priority: int = 0,
         batch_due_s: float | None = None,
+        without_jobs: bool = False,
     ) -> str:
         """Queue a request; its chunks come out of `step`. Returns its name.
 
@@ -187,6 +188,7 @@ class EngineCore:
             tenant: whose it is, for policies that share the device among tenants.
             priority: the lowest goes first.
             batch_due_s: of batch work, which runs in what requests leave over: when it should be done. It has no SLO.
+            without_jobs: no step works for a job while it runs, so that it is known what a process dies of.
 
         Raises:
             RequestError: it could never be served. AdapterError: there is no such adapter.
@@ -202,6 +204,7 @@ class EngineCore:
             tenant=tenant,
             priority=priority,
             batch_due_s=batch_due_s,
+            without_jobs=without_jobs,
         )
         return name
 

@@ -67,6 +67,7 @@ class AddTokens(msgspec.Struct, tag="add_tokens", frozen=True, kw_only=True):
     tenant: str
     priority: int = 0
     batch_due_s: float | None = None
+    without_jobs: bool = False
 
 
 class UseVocabulary(msgspec.Struct, tag="use_vocabulary", frozen=True):

@@ -86,6 +86,7 @@ class RecordingEngine(Engine):
         tenant: str = "",
         priority: int = 0,
         batch_due_s: float | None = None,
+        without_jobs: bool = False,
     ) -> str:
         prompt = list(prompt)
         named: dict[str, Any] = {
@@ -96,6 +97,7 @@ class RecordingEngine(Engine):
             "tenant": tenant,
             "priority": priority,
             "batch_due_s": batch_due_s,
+            "without_jobs": without_jobs,
         }
         with self._asked(AddTokens(prompt=prompt, params=params, **named)):
             return super().add_tokens(prompt, params, **named)

@@ -174,6 +174,7 @@ def _ask(engine: EngineCore, line: Input) -> None:
             tenant=line.tenant,
             priority=line.priority,
             batch_due_s=line.batch_due_s,
+            without_jobs=line.without_jobs,
         )
     elif isinstance(line, UseVocabulary):
         engine.use_vocabulary(line.pieces, line.special)

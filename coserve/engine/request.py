@@ -69,14 +69,16 @@ class Request:
         tenant: str = "",
         priority: int = 0,
         batch_due_s: float | None = None,
+        without_jobs: bool = False,
         prefix_source: "Request | None" = None,
         taken_time: TakenTime | None = None,
         num_model_changes: int = 0,
         prefix_tenant: str = "",
     ) -> None:
         """slo: what it is served by; asked_slo: what was asked for, which may be beyond the device. taken_time: what is
-        taken of the engine's time. priority, batch_due_s: see `RequestView`. prefix_source: the sequence with the same
-        prompt that runs first, so that this one finds its pages. prefix_tenant: see `PrefixOwner`.
+        taken of the engine's time. priority, batch_due_s: see `RequestView`. without_jobs: see
+        `EngineCore.add_tokens`. prefix_source: the sequence with the same prompt that runs first, so that this one
+        finds its pages. prefix_tenant: see `PrefixOwner`.
         """
         self.id, self.request, self.index, self.prefix_source = id, request, index, prefix_source
         self.num_virtual = 0 if version is None else version.num_virtual_tokens
@@ -85,6 +87,7 @@ class Request:
         self.version, self.slo, self.asked_slo, self.arrival_s = version, slo, asked_slo, arrival_s
         self.priority, self.batch_due_s = priority, batch_due_s
         self.is_batch = batch_due_s is not None  # nobody waits for it
+        self.without_jobs = without_jobs
         self.version_key = version.key if version is not None else ""
         self._prefix_tenant = prefix_tenant
         self.prefix_owner = PrefixOwner("")

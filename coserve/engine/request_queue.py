@@ -1,7 +1,7 @@
 """Requests that wait for pages and requests that run, by id and by the name that they were added under."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from msgspec import structs
 
@@ -47,6 +47,13 @@ class RequestQueue:
     def has_batch(self) -> bool:
         """Whether any of it is batch work."""
         return self._num_batch > 0
+
+    def excludes_jobs(self, admitted: Collection[str] = ()) -> bool:
+        """Whether a request runs, or is one of those to be admitted, beside which no job may have a step."""
+        if not self._num_batch:
+            return False
+        begin = [self.waiting[id] for id in admitted if id in self.waiting]
+        return any([each.without_jobs for each in (*begin, *self.running.values())])
 
     def members(self, name: str) -> list[Request]:
         """The sequences of a request that are not over."""

@@ -79,6 +79,7 @@ class Serving:
         arrival_s: float | None = None,
         priority: int = 0,
         batch_due_s: float | None = None,
+        without_jobs: bool = False,
     ) -> None:
         """Queue the sequences of a request; see `EngineCore.add_tokens`."""
         if name in self._queue:
@@ -121,6 +122,7 @@ class Serving:
                 tenant=tenant,
                 priority=priority,
                 batch_due_s=batch_due_s,
+                without_jobs=without_jobs,
                 prefix_source=members[0] if members else None,
                 taken_time=self.taken_time,
                 num_model_changes=self._versions.num_model_changes,

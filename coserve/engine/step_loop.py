@@ -225,6 +225,9 @@ class StepLoop:
         while True:
             view = self._view(now_s, without=failed)
             planned = self.policy.plan(view, self._latency)
+            if view.jobs and self._requests.excludes_jobs(planned.admit):  # from its first row on
+                view = msgspec.structs.replace(view, jobs=())
+                planned = self.policy.plan(view, self._latency)
             plan = carry_out(
                 planned,
                 self._requests,
@@ -275,7 +278,7 @@ class StepLoop:
             waiting,
             batch,
             batch_waiting,
-            self._jobs.views(now_s, without=without),
+            () if self._requests.excludes_jobs() else self._jobs.views(now_s, without=without),
             tenants=self._tenants(now_s) if self._policy.is_fair else (),
             num_free_pages=self._pages.num_available,
             num_pages=self._pages.pool.num_pages,

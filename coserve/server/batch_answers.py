@@ -1,10 +1,11 @@
-"""One request of a batch: asked as its route would be, but for nobody who waits."""
+"""Answers of a batch's requests: as their routes would answer them, as batch work."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from time import monotonic
 from typing import Any
 
+from coserve.server.batch_lines import LineRequest
 from coserve.server.bodies import body_of
 from coserve.server.chat_request import chat_request
 from coserve.server.chat_writer import ChatWriter
@@ -12,6 +13,7 @@ from coserve.server.completion_request import CompletionWriter, completion_reque
 from coserve.server.context import ServerContext
 from coserve.server.embedding_request import EmbeddingBody, embedding_request, embeddings
 from coserve.server.errors import ApiError
+from coserve.server.generation import Generation
 from coserve.server.response_history import items_before, keeper
 from coserve.server.response_items import input_items
 from coserve.server.response_request import response_request
@@ -19,41 +21,44 @@ from coserve.server.response_schemas import ResponseBody
 from coserve.server.response_writer import ResponseWriter
 from coserve.server.schemas import ChatBody, CompletionBody, SamplingBody
 
-# From a body, by the engine's clock until when, to the answer.
-Answer = Callable[[Any, ServerContext, str, float], Awaitable[dict[str, Any]]]
+Answer = Callable[[LineRequest, ServerContext], Awaitable[dict[str, Any]]]
 
 
-async def _chat(value: Any, context: ServerContext, tenant: str, due_s: float) -> dict[str, Any]:
-    body = body_of(ChatBody, value, context.fields)
+async def _chat(request: LineRequest, context: ServerContext) -> dict[str, Any]:
+    body = body_of(ChatBody, request.body, context.fields)
     _refuse_stream(body)
-    chat = await chat_request(body, context, tenant, monotonic())
-    return await ChatWriter(context, replace(chat, generation=replace(chat.generation, batch_due_s=due_s))).whole()
+    chat = await chat_request(body, context, request.tenant, monotonic())
+    return await ChatWriter(context, replace(chat, generation=_as_batch_work(chat.generation, request))).whole()
 
 
-async def _completion(value: Any, context: ServerContext, tenant: str, due_s: float) -> dict[str, Any]:
-    body = body_of(CompletionBody, value, context.fields)
+async def _completion(request: LineRequest, context: ServerContext) -> dict[str, Any]:
+    body = body_of(CompletionBody, request.body, context.fields)
     _refuse_stream(body)
-    request = await completion_request(body, context, tenant, monotonic())
-    generation = replace(request.generation, batch_due_s=due_s)
-    return await CompletionWriter(context, replace(request, generation=generation)).whole()
+    asked = await completion_request(body, context, request.tenant, monotonic())
+    generation = _as_batch_work(asked.generation, request)
+    return await CompletionWriter(context, replace(asked, generation=generation)).whole()
 
 
-async def _response(value: Any, context: ServerContext, tenant: str, due_s: float) -> dict[str, Any]:
-    body = body_of(ResponseBody, value, context.fields)
+async def _response(request: LineRequest, context: ServerContext) -> dict[str, Any]:
+    body = body_of(ResponseBody, request.body, context.fields)
     _refuse_stream(body)
     if body.background:
         raise ApiError("background is of no use in a batch; leave it out", param="background")
-    items = input_items(body.input)
+    tenant, items = request.tenant, input_items(body.input)
     before = await items_before(context, tenant, body, items)
     chat = await response_request(body, [*before, *items], context, tenant, monotonic())
-    chat = replace(chat, generation=replace(chat.generation, batch_due_s=due_s))
+    chat = replace(chat, generation=_as_batch_work(chat.generation, request))
     return await ResponseWriter(context, body, chat, keeper(context, tenant, body, items)).whole()
 
 
-async def _embedding(value: Any, context: ServerContext, tenant: str, due_s: float) -> dict[str, Any]:
-    body = body_of(EmbeddingBody, value, context.fields)
-    generation = await embedding_request(body, context, tenant, monotonic())
-    return await embeddings(body, replace(generation, batch_due_s=due_s), context)
+async def _embedding(request: LineRequest, context: ServerContext) -> dict[str, Any]:
+    body = body_of(EmbeddingBody, request.body, context.fields)
+    generation = await embedding_request(body, context, request.tenant, monotonic())
+    return await embeddings(body, _as_batch_work(generation, request), context)
+
+
+def _as_batch_work(generation: Generation, request: LineRequest) -> Generation:
+    return replace(generation, batch_due_s=request.due_s, without_jobs=request.is_suspect)
 
 
 def _refuse_stream(body: SamplingBody) -> None:

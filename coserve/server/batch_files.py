@@ -1,19 +1,17 @@
 """The files of a batch: what it asks, line by line, and what came of it."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from coserve.home import make_private
 from coserve.jobs.records import new_id
 from coserve.jobs.shared_files import discard
+from coserve.server.batch_journal import BatchJournal, LineFile
 from coserve.server.bodies import named_once
 from coserve.server.errors import ApiError
-from coserve.server.responses import to_json
 from coserve.server.texts import check_texts
 
 MOST_REQUESTS = 50_000
@@ -64,43 +62,40 @@ def read_body(path: Path, line: BatchLine) -> Any:
 
 
 class BatchResults:
-    """What has come of a batch so far, on disk: an answer a line. Calls block; from any thread."""
+    """Results of a batch so far, on disk: a line for each request that has been answered or given up. Calls block; from
+    any thread.
+    """
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self._lock = directory, Lock()
+        self._directory = directory
         make_private(directory)
+        self._output, self._errors = LineFile(directory / OUTPUT), LineFile(directory / ERRORS)
+        self.journal = BatchJournal(directory)
 
     def done(self) -> tuple[set[str], set[str]]:
-        """The requests that are in it: those that were answered, and those with an error. A last line that was not
-        written whole is removed.
-        """
-        with self._lock:
-            return _ids(self._directory / OUTPUT), _ids(self._directory / ERRORS)
+        """Return the requests that are over: those that were answered, and those with an error."""
+        return _ids(self._output), _ids(self._errors)
 
     def add(self, custom_id: str, status: int, request: str, body: Mapping[str, Any]) -> None:
-        """An answer, or an error that stands for one."""
+        """Add an answer, or an error that stands for one."""
         response = {"status_code": status, "request_id": request, "body": body}
-        self._write(OUTPUT if status == 200 else ERRORS, custom_id, response, None)
+        (self._output if status == 200 else self._errors).append(_result(custom_id, response, None))
 
     def add_missing(self, custom_id: str, code: str, message: str) -> None:
-        """A request that was not answered."""
-        self._write(ERRORS, custom_id, None, {"code": code, "message": message})
+        """Add a request that was not answered."""
+        self._errors.append(_result(custom_id, None, {"code": code, "message": message}))
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """All of a file; nothing if there is none."""
-        path = self._directory / name
-        if path.exists():
-            with path.open("rb") as file:
-                yield from iter(lambda: file.read(1 << 20), b"")
+        """Yield all of a file; nothing if there is none."""
+        return (self._output if name == OUTPUT else self._errors).chunks()
 
     def remove(self) -> None:
-        """All of it."""
+        """Remove all of it."""
         discard(self._directory)
 
-    def _write(self, name: str, custom_id: str, response: Any, error: Any) -> None:
-        line = {"id": new_id("batch_req_"), "custom_id": custom_id, "response": response, "error": error}
-        with self._lock, (self._directory / name).open("ab") as file:
-            file.write(to_json(line) + b"\n")
+
+def _result(custom_id: str, response: Any, error: Any) -> dict[str, Any]:
+    return {"id": new_id("batch_req_"), "custom_id": custom_id, "response": response, "error": error}
 
 
 def _line(raw: bytes, start: int, endpoint: str, seen: set[str]) -> BatchLine:
@@ -134,14 +129,5 @@ def _error(error: ApiError, line: int | None) -> dict[str, Any]:
     return {"code": error.code or "invalid_value", "line": line, "message": error.message, "param": error.param}
 
 
-def _ids(path: Path) -> set[str]:
-    if not path.exists():
-        return set()
-    found, whole = set(), 0
-    with path.open("rb") as file:
-        for raw in file:
-            if raw.endswith(b"\n"):
-                found.add(json.loads(raw)["custom_id"])
-                whole += len(raw)
-    os.truncate(path, whole)
-    return found
+def _ids(file: LineFile) -> set[str]:
+    return {line["custom_id"] for line in file.read()}

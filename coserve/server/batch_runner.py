@@ -8,33 +8,23 @@ started again resumes with the requests that have none.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from coserve.errors import CoserveError, EngineGoneError, StoreError
-from coserve.home import is_disk_full, make_private
+from coserve.home import make_private
 from coserve.jobs.files import Files
 from coserve.jobs.records import BatchRecord, FileRecord, new_id
 from coserve.jobs.store import Store
 from coserve.jobs.transaction import Transaction
-from coserve.server.batch_files import ERRORS, OUTPUT, BatchLine, BatchResults, read_body, read_input
+from coserve.server.batch_files import ERRORS, OUTPUT, BatchLine, BatchResults, read_input
+from coserve.server.batch_lines import Answer, BatchLines, set_aside
 from coserve.server.batch_places import BatchPlaces
-from coserve.server.errors import ApiError, as_api_error
+from coserve.server.batch_waiting import until_done
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
-# Of an endpoint, a body, a tenant, and when it should be done by the engine's clock: the answer.
-Answer = Callable[[str, Any, str, float], Awaitable[dict[str, Any]]]
-
-# Seconds before something is tried again that could not be done, doubled each time.
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
-# A request that was under way as many times when the engine died is not asked again.
-_MOST_DEATHS = 3
-# What passes by itself.
-_TRANSIENT = (429, 503)
 
 
 class BatchRunner:
@@ -47,14 +37,14 @@ class BatchRunner:
         directory: Path,
         *,
         answer: Answer,
-        is_ready: Callable[[], bool],
         most: Callable[[], int],
     ) -> None:
-        """directory: where batches keep what has come of them so far. answer: raises ApiError or CoserveError.
-        is_ready: whether there is an engine. most: requests that may be under way at once now.
+        """directory: where batches keep their results so far. answer: raises ApiError or CoserveError. most: requests
+        that may be under way at once now.
         """
         self._store, self._files, self._directory = store, files, directory
-        self._ask, self._is_ready = answer, is_ready
+        self._lines = BatchLines(files, answer=answer)
+        self._resuming: asyncio.Task[None] | None = None
         self._results: dict[str, BatchResults] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._live: dict[str, BatchRecord] = {}
@@ -62,20 +52,29 @@ class BatchRunner:
         self._cancelling = asyncio.Lock()
         make_private(directory)
 
-    async def start(self) -> None:
-        """Resume those that are not over."""
-        for record in await asyncio.to_thread(self._unfinished):
-            self.begin(record)
+    def start(self) -> None:
+        """Resume those that are not over, as soon as they can be read."""
+        self._resuming = asyncio.create_task(self._resume())
+        self._resuming.add_done_callback(_log_failure)
 
     async def close(self) -> None:
         """Let them rest; they resume at the next start."""
-        tasks = list(self._tasks.values())
+        tasks = list(self._tasks.values()) + ([] if self._resuming is None else [self._resuming])
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for results in self._results.values():
+            with suppress(OSError):  # without room, lines count as under way when this process ended
+                await asyncio.to_thread(results.journal.rest)
+
+    def engine_died(self) -> None:
+        """Count the lines that were under way together; called before their requests end."""
+        self._lines.turns.engine_died()
 
     def begin(self, record: BatchRecord) -> None:
-        """Take up a batch that has been written down."""
+        """Take up a batch that has been written down; no effect if that has been done."""
+        if record.id in self._tasks:
+            return
         self._live[record.id] = record
         task = self._tasks[record.id] = asyncio.create_task(self._run(record.id))
         task.add_done_callback(lambda task: self._ended(record.id, task))
@@ -86,6 +85,8 @@ class BatchRunner:
 
     async def cancel(self, record: BatchRecord) -> BatchRecord:
         """Ask no more of its requests; what has been answered is kept. Returns it as it is now."""
+        if self._resuming is not None:
+            await asyncio.wait([self._resuming])
         async with self._cancelling:  # another one may ask for it at the same time
             batch = self._live.get(record.id)
             if batch is not None and batch.status in ("validating", "in_progress"):
@@ -95,8 +96,45 @@ class BatchRunner:
                 await self._change(record.id, "cancelling")
                 self.begin(self._live[record.id])
         if (batch := self._live.get(record.id)) is None:
-            batch = await self._until_done(self._written, record)
+            batch = await until_done(self._written, record)
         return batch
+
+    # -- after the death of a server ------------------------------------------------
+
+    async def _resume(self) -> None:
+        """Charge the death of the process before this one to the lines that it left under way, and begin all batches."""
+        records = [record for record in await until_done(self._unfinished) if record.id not in self._tasks]
+        under_way: dict[str, set[str]] = {}
+        for record in records:
+            try:
+                self._results[record.id] = await until_done(BatchResults, self._directory / record.id)
+                under_way[record.id] = await until_done(self._take_in, record.id)
+            except (OSError, ValueError, KeyError):
+                _log.exception("the results of batch %s cannot be read, and it rests", record.id)
+        num_lines = sum(map(len, under_way.values()))
+        for id, lines in under_way.items():
+            await self._charge(id, lines, num_lines)
+        for record in records:
+            if record.id in under_way:
+                self.begin(record)
+
+    def _take_in(self, id: str) -> set[str]:
+        """Read the journal of a batch; returns the lines that were under way when it was last written. Blocks."""
+        results = self._results[id]
+        under_way, deaths = results.journal.read()
+        answered, failed = results.done()
+        self._lines.turns.know({(id, line): each for line, each in deaths.items()})
+        return under_way - answered - failed
+
+    async def _charge(self, id: str, lines: set[str], num_lines: int) -> None:
+        """Charge one more death to lines of a batch; those that it proves guilty are set aside."""
+        results = self._results[id]
+        deaths = {line: self._lines.turns.charge((id, line), num_lines=num_lines) for line in lines}
+        if deaths:
+            await until_done(results.journal.died, deaths)
+        for line, each in deaths.items():
+            if each.is_guilty:
+                await set_aside(results, line, each)
 
     # -- one batch ------------------------------------------------------------------
 
@@ -110,10 +148,11 @@ class BatchRunner:
             _log.error("batch %s broke off, and resumes at the next start", id, exc_info=error)
         else:
             del self._live[id], self._results[id]
+            self._lines.turns.forget(id)
 
     async def _run(self, id: str) -> None:
         if id not in self._results:
-            self._results[id] = await self._until_done(BatchResults, self._directory / id)
+            self._results[id] = await until_done(BatchResults, self._directory / id)
         results = self._results[id]
         lines, errors = await self._read(self._live[id])
         if errors and self._live[id].status == "validating":
@@ -144,10 +183,10 @@ class BatchRunner:
 
     async def _read(self, record: BatchRecord) -> tuple[list[BatchLine], list[dict[str, Any]]]:
         """What it asks, and what is wrong with that."""
-        found = await self._until_done(self._files.find, record.tenant, record.input_file)
+        found = await until_done(self._files.find, record.tenant, record.input_file)
         if found is not None:
             with suppress(FileNotFoundError):
-                return await self._until_done(lambda: read_input(self._files.path(found), record.endpoint))
+                return await until_done(lambda: read_input(self._files.path(found), record.endpoint))
         message = f"The file {record.input_file} is not there any more."
         if record.num_total:
             message += " Requests that are neither in the output file nor in the error file were not answered."
@@ -164,9 +203,7 @@ class BatchRunner:
         window_s = record.expires_at - begun_s
 
         async def work(line: BatchLine, due_at: float) -> None:
-            status, request, body = await self._answer(record, line, due_at)
-            await self._until_done(results.add, line.custom_id, status, request, body)
-            self._count(id, is_good=status == 200)
+            self._count(id, is_good=await self._lines.run(record, line, due_at, results))
 
         try:
             async with asyncio.timeout(max(0.0, record.expires_at - time.time())), asyncio.TaskGroup() as group:
@@ -181,46 +218,17 @@ class BatchRunner:
             done = await self._recount(id, results)  # with answers that were being written when the window ended
             missing = [line.custom_id for _, line in left if line.custom_id not in done]
             for custom_id in missing:
-                await self._until_done(results.add_missing, custom_id, "batch_expired", message)
+                await until_done(results.add_missing, custom_id, "batch_expired", message)
                 self._count(id, is_good=False)
             return not missing
         return True
-
-    async def _answer(self, record: BatchRecord, line: BatchLine, due_at: float) -> tuple[int, str, dict[str, Any]]:
-        """Status, name and body of the answer to one request."""
-        request, path = new_id("req_"), await self._until_done(self._files.path, _input_of(record))
-        num_deaths, wait_s = 0, _FIRST_WAIT_S
-        while True:
-            was_sent = True
-            try:
-                value = await asyncio.to_thread(read_body, path, line)
-                due_s = time.monotonic() + due_at - time.time()
-                return 200, request, await self._ask(record.endpoint, value, record.tenant, due_s)
-            except EngineGoneError as found:  # it was not sent
-                was_sent, error = False, as_api_error(found)
-            except OSError:
-                error = ApiError(f"The file {record.input_file} is not there any more.", status=404)
-            except ApiError as found:
-                error = found
-            except CoserveError as found:
-                error = as_api_error(found)
-            except Exception:
-                _log.exception("a request of batch %s broke off", record.id)
-                error = ApiError("the server had an error", status=500, kind="server_error")
-            if error.status not in _TRANSIENT:
-                return error.status, request, error.body()
-            num_deaths += was_sent and not self._is_ready()
-            if num_deaths >= _MOST_DEATHS:
-                return 500, request, ApiError("the engine died of it, or beside it", kind="server_error").body()
-            await asyncio.sleep(wait_s)
-            wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
 
     async def _finish(self, id: str, results: BatchResults, end: str, **values: Any) -> None:
         """Make files of what has come of it. values: that are written down with its end."""
         for name, field in ((OUTPUT, "output_file"), (ERRORS, "error_file")):
             if getattr(self._live[id], field) is not None:  # a process that is gone has made it
                 continue
-            if (file := await self._until_done(self._keep, self._live[id], results, name, field)) is not None:
+            if (file := await until_done(self._keep, self._live[id], results, name, field)) is not None:
                 self._live[id] = replace(self._live[id], **{field: file.id})  # type: ignore[arg-type]
         await self._change(id, end, **values)
 
@@ -245,7 +253,7 @@ class BatchRunner:
 
     async def _recount(self, id: str, results: BatchResults) -> set[str]:
         """Count what has been written of it, while nobody writes; those are the requests that are done."""
-        answered, failed = await self._until_done(results.done)
+        answered, failed = await until_done(results.done)
         self._live[id] = replace(self._live[id], num_completed=len(answered), num_failed=len(failed))
         return answered | failed
 
@@ -266,7 +274,7 @@ class BatchRunner:
             with self._store.write() as transaction:
                 transaction.change_batch(id, status=status, times=times, **counts, **values)
 
-        await self._until_done(write)
+        await until_done(write)
 
     def _unfinished(self) -> tuple[BatchRecord, ...]:
         with self._store.read() as transaction:
@@ -277,40 +285,7 @@ class BatchRunner:
         with self._store.read() as transaction:
             return transaction.batch(record.tenant, record.id) or record
 
-    async def _until_done(self, do: Callable[..., _T], *arguments: Any) -> _T:
-        """Do it on a thread, again and again while a disk or the database is away or full. When it is cancelled, it
-        ends after the thread: what is being written is there then.
-        """
-        wait_s = _FIRST_WAIT_S
-        while True:
-            try:
-                return await _to_its_end(do, *arguments)
-            except StoreError as error:
-                _log.warning("a batch waits: %s", error)
-            except OSError as error:
-                if not is_disk_full(error):
-                    raise
-                _log.warning("a batch waits: the disk is full")
-            await asyncio.sleep(wait_s)
-            wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
 
-
-async def _to_its_end(do: Callable[..., _T], *arguments: Any) -> _T:
-    """Do it on a thread, and do not end before the thread does."""
-    thread = asyncio.create_task(asyncio.to_thread(do, *arguments))
-    try:
-        return await asyncio.shield(thread)
-    except asyncio.CancelledError:
-        while not thread.done():
-            with suppress(asyncio.CancelledError):  # again
-                await asyncio.wait([thread])
-        if not thread.cancelled() and (error := thread.exception()) is not None:
-            _log.warning("a batch was stopped, and this failed meanwhile: %s", error)
-        raise
-
-
-def _input_of(record: BatchRecord) -> FileRecord:
-    """By its id, which is where it is."""
-    return FileRecord(
-        id=record.input_file, tenant=record.tenant, purpose="batch", filename="", num_bytes=0, created_at=0
-    )
+def _log_failure(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("batches could not be resumed, and are at the next start", exc_info=error)

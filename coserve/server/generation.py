@@ -52,7 +52,8 @@ class Generation:
     """Prompts that go to the engine together, one request each; the answer's choices are their sequences.
 
     id, created, model: as the answer shows them. shown_tokens: special tokens that the answer's text has, for a parser
-    that reads it. priority, batch_due_s: see `AddRequest`. reader: of the adapter's texts, or of the model's.
+    that reads it. priority, batch_due_s, without_jobs: see `AddRequest`. reader: of the adapter's texts, or of the
+    model's.
     """
 
     id: str
@@ -68,6 +69,7 @@ class Generation:
     shown_tokens: tuple[str, ...] = ()
     priority: int = 0
     batch_due_s: float | None = None
+    without_jobs: bool = False
 
     def requests(self) -> list[AddRequest]:
         """For the engine."""
@@ -84,6 +86,7 @@ class Generation:
                 tenant=self.tenant,
                 priority=self.priority,
                 batch_due_s=self.batch_due_s,
+                without_jobs=self.without_jobs,
             )
             for name, prompt in zip(names, self.prompts, strict=True)
         ]

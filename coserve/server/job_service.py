@@ -51,6 +51,22 @@ class _JobReports:
         self._trackers.take(report.job_events)
 
 
+class _BatchDeaths:
+    """An `EngineListener`: tells batches of deaths of the engine."""
+
+    def __init__(self, batches: BatchRunner) -> None:
+        self._batches = batches
+
+    def engine_ready(self, ready: Ready) -> None:
+        pass
+
+    def engine_gone(self) -> None:
+        self._batches.engine_died()
+
+    def engine_reported(self, report: StepReport) -> None:
+        pass
+
+
 async def start_jobs(context: ServerContext) -> None:
     """Open the store, and have jobs resume as soon as there is an engine. StoreError if it cannot be opened, or files
     cannot be kept; ModelError if a model that jobs may train is not there.
@@ -83,11 +99,11 @@ async def start_jobs(context: ServerContext) -> None:
         store,
         manager.files,
         config.directory / "batches",
-        answer=lambda endpoint, value, tenant, due_s: ANSWERS[endpoint](value, context, tenant, due_s),
-        is_ready=lambda: context.link.ready is not None,
+        answer=lambda request: ANSWERS[request.endpoint](request, context),
         most=lambda: config.max_requests * min(max(1, context.link.num_nodes), _MOST_NODES),
     )
-    await context.batch_runner.start()
+    context.batch_runner.start()
+    context.link.listen(_BatchDeaths(context.batch_runner))
     if context.link.ready is not None:
         manager.engine_ready()
 

@@ -125,6 +125,20 @@ class Activity:
         self.note(before)
 
     @contextmanager
+    def of_request(self) -> Iterator[None]:
+        """Note that a request is taken in, which is the work of no job. An error that ends the process leaves the
+        note.
+        """
+        before = self._on_device
+        self.note(_NOTHING)
+        try:
+            yield
+        except CoserveError:
+            self.note(before)
+            raise
+        self.note(before)
+
+    @contextmanager
     def files_of(self, job: str) -> Iterator[None]:
         """Files of a job are read or written, by any thread; an error there ends no process."""
         with self._lock:

@@ -131,17 +131,19 @@ class Commands:
     def _add(self, command: AddRequest, read: Callable[[], Any]) -> None:
         try:
             read()
-            self._engine.add_tokens(
-                command.prompt,
-                command.params,
-                adapter=command.adapter.name if command.adapter is not None else None,
-                slo=command.slo,
-                request_id=command.id,
-                arrival_s=command.arrival_s,
-                tenant=command.tenant,
-                priority=command.priority,
-                batch_due_s=command.batch_due_s,
-            )
+            with self._activity.of_request():
+                self._engine.add_tokens(
+                    command.prompt,
+                    command.params,
+                    adapter=command.adapter.name if command.adapter is not None else None,
+                    slo=command.slo,
+                    request_id=command.id,
+                    arrival_s=command.arrival_s,
+                    tenant=command.tenant,
+                    priority=command.priority,
+                    batch_due_s=command.batch_due_s,
+                    without_jobs=command.without_jobs,
+                )
         except CoserveError as error:
             self._send(Refused(command.id, str(error), type(error).__name__))
             return

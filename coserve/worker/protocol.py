@@ -64,7 +64,7 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Answered by chunks, the last of each sequence with a finish_reason; or by `Refused`, if it cannot be served.
 
     Chunks have tokens and no text, and params no stop strings: text is made where the tokens come out. priority,
-    batch_due_s: see `EngineCore.add_tokens`.
+    batch_due_s, without_jobs: see `EngineCore.add_tokens`.
     """
 
     id: str
@@ -76,6 +76,7 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tenant: str = ""
     priority: int = 0
     batch_due_s: float | None = None
+    without_jobs: bool = False
 
     def by_clock(self, ahead_s: float) -> "AddRequest":
         """With its times by another clock, which is this much ahead."""

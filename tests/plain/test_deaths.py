@@ -88,6 +88,13 @@ def test_a_job_whose_files_are_read_is_under_way_while_the_device_rests(
     assert activity.jobs_at_death(process.wait(60), hung=False) == jobs
 
 
+def test_a_death_while_a_request_is_taken_in_is_no_jobs(tmp_path: Path):
+    """The device's last step, which worked for a job, is over."""
+    before = "activity.note(frozenset('a')); taken = activity.of_request(); taken.__enter__()"
+    activity, process = last_words(tmp_path / "activity", "os._exit(3)", before=before)
+    assert activity.jobs_at_death(process.wait(60), hung=False) == ()
+
+
 def test_a_process_that_somebody_has_stopped_does_not_hang(tmp_path: Path):
     activity, process = last_words(tmp_path / "activity", "os.kill(os.getpid(), signal.SIGSTOP)")
     os.waitpid(process.pid, os.WUNTRACED)

@@ -2,19 +2,24 @@
 
 import asyncio
 import json
+import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from homes import TENANT, HandMade
 
+from coserve.errors import EngineGoneError
 from coserve.jobs.records import BATCH_OVER, BatchRecord, new_id
 from coserve.server.batch_files import BatchResults
-from coserve.server.batch_runner import Answer, BatchRunner
+from coserve.server.batch_lines import Answer, LineRequest
+from coserve.server.batch_runner import BatchRunner
+from coserve.server.errors import ApiError
 
 CHAT = "/v1/chat/completions"
 NOW = 1_000_000_000
@@ -27,7 +32,7 @@ class Home(HandMade):
     def runner(self, answer: Answer) -> BatchRunner:
         """A server's."""
         directory = self.path / "batches"
-        return BatchRunner(self.store, self.files, directory, answer=answer, is_ready=lambda: True, most=lambda: 32)
+        return BatchRunner(self.store, self.files, directory, answer=answer, most=lambda: 32)
 
     def batch(self, *ids: str, expires_at: int = 10 * NOW) -> BatchRecord:
         """One that asks these."""
@@ -89,12 +94,12 @@ async def never() -> Any:
     await asyncio.Event().wait()
 
 
-async def only_a(endpoint: str, body: Any, tenant: str, due_s: float) -> dict[str, Any]:
+async def only_a(request: LineRequest) -> dict[str, Any]:
     """All others wait."""
-    return ANSWERED if body["id"] == "a" else await never()
+    return ANSWERED if request.body["id"] == "a" else await never()
 
 
-async def at_once(endpoint: str, body: Any, tenant: str, due_s: float) -> dict[str, Any]:
+async def at_once(request: LineRequest) -> dict[str, Any]:
     return ANSWERED
 
 
@@ -118,7 +123,7 @@ def test_a_batch_whose_input_is_gone_at_the_next_start_fails_and_keeps_what_was_
         await first.close()
         lose(home, batch.input_file)
         second = home.runner(at_once)
-        await second.start()
+        second.start()
         done = await home.until_over(batch)
         assert (done.status, done.num_total, done.num_completed, done.num_failed) == ("failed", 3, 1, 0)
         assert "failed_at" in done.times and "completed_at" not in done.times
@@ -155,8 +160,8 @@ def test_answers_that_are_being_written_when_the_window_ends_are_counted_once(
         assert ended.wait(60)
         add(results, *arguments)
 
-    async def answer(endpoint: str, body: Any, tenant: str, due_s: float) -> dict[str, Any]:
-        if body["id"].startswith("late"):
+    async def answer(request: LineRequest) -> dict[str, Any]:
+        if request.body["id"].startswith("late"):
             await waiting.wait()
             return ANSWERED
         waiting.set()
@@ -193,9 +198,9 @@ def test_an_answer_that_is_being_written_when_a_batch_is_cancelled_is_counted(
         time.sleep(0.2)
         add(results, *arguments)
 
-    async def answer(endpoint: str, body: Any, tenant: str, due_s: float) -> dict[str, Any]:
+    async def answer(request: LineRequest) -> dict[str, Any]:
         try:
-            return await only_a(endpoint, body, tenant, due_s)
+            return await only_a(request)
         except asyncio.CancelledError:
             ended.set()
             raise
@@ -210,5 +215,147 @@ def test_an_answer_that_is_being_written_when_a_batch_is_cancelled_is_counted(
         done = await home.until_over(batch)
         assert (done.status, done.num_completed, home.ids(done.output_file)) == ("cancelled", 1, ["a"])
         await runner.close()
+
+    run(test)
+
+
+class Mortal:
+    """An engine that dies of some lines, and loses all that are with it: a line is `{"id": …}`."""
+
+    def __init__(self, *deadly: str) -> None:
+        self.deadly, self.num_deaths = deadly, 0
+        self.runner: BatchRunner | None = None
+        self._with_it: list[asyncio.Future[None]] = []
+
+    async def answer(self, request: LineRequest) -> dict[str, Any]:
+        lost = asyncio.get_running_loop().create_future()
+        self._with_it.append(lost)
+        if request.body["id"] in self.deadly:
+            await asyncio.sleep(0.05)
+            self._die()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(lost, 0.2)
+            raise ApiError("the engine died", status=503) from EngineGoneError("the engine died")
+        return ANSWERED
+
+    def _die(self) -> None:
+        assert self.runner is not None
+        self.num_deaths += 1
+        self.runner.engine_died()
+        with_it, self._with_it = self._with_it, []
+        for lost in with_it:
+            if not lost.done():
+                lost.set_result(None)
+
+
+def error_of(home: Home, batch: BatchRecord, line: str) -> dict[str, Any]:
+    """The error of a line of a batch that is over."""
+    found = home.files.find(TENANT, batch.error_file or "")
+    assert found is not None
+    lines = map(json.loads, home.files.path(found).read_text().splitlines())
+    return next(dict(each["error"]) for each in lines if each["custom_id"] == line)
+
+
+def test_a_line_that_kills_engines_is_set_aside_and_no_line_of_another_batch_fails_for_it(home: Home):
+    async def test() -> None:
+        engine = Mortal("bad")
+        runner = engine.runner = home.runner(engine.answer)
+        innocent = [home.batch(*(f"{batch} {number}" for number in range(8))) for batch in range(3)]
+        guilty = home.batch("x", "bad", "y")
+        for batch in (*innocent, guilty):
+            runner.begin(batch)
+        for batch in innocent:
+            done = await home.until_over(batch)
+            assert (done.status, done.num_completed, done.num_failed) == ("completed", 8, 0)
+        done = await home.until_over(guilty)
+        assert (done.status, sorted(home.ids(done.output_file))) == ("completed", ["x", "y"])
+        error = error_of(home, done, "bad")
+        assert error["code"] == "engine_died" and "died" in error["message"]
+        assert engine.num_deaths <= 5
+        await runner.close()
+
+    run(test)
+
+
+def test_a_line_that_kills_servers_is_set_aside_at_the_next_start_and_its_batch_ends(home: Home):
+    async def test() -> None:
+        bad = home.batch("a", "bad", "c")
+        other = home.batch(*(f"{number}" for number in range(5)))
+        starts = 0
+        while home.now(bad).status not in BATCH_OVER:
+            starts += 1
+            assert starts < 9, "it goes on for ever"
+            dead = asyncio.Event()
+
+            async def answer(request: LineRequest, dead: asyncio.Event = dead) -> dict[str, Any]:
+                if request.body["id"] == "bad":
+                    dead.set()
+                return await never() if dead.is_set() else ANSWERED
+
+            server = home.runner(answer)
+            before = asyncio.all_tasks()
+            server.start()
+            over = asyncio.create_task(home.until_over(bad))
+            await asyncio.wait([over, asyncio.create_task(dead.wait())], return_when=asyncio.FIRST_COMPLETED)
+            # As `kill -9` does it: nothing of the process is left, and it has said nothing. The tasks of this one go on
+            # until they are cancelled, but no longer reach the disk.
+            survivors = home.path / "batches"
+            saved = home.path / "saved"
+            shutil.copytree(survivors, saved)
+            for task in asyncio.all_tasks() - before:
+                task.cancel()
+            await asyncio.sleep(0.05)
+            shutil.rmtree(survivors)
+            saved.rename(survivors)
+        done = home.now(bad)
+        assert (done.status, sorted(home.ids(done.output_file))) == ("completed", ["a", "c"])
+        assert error_of(home, done, "bad")["code"] == "engine_died"
+        assert starts <= 4
+        last = home.runner(at_once)
+        last.start()
+        assert (await home.until_over(other)).num_completed == 5
+        await last.close()
+
+    run(test)
+
+
+def test_lines_under_way_when_a_server_ends_in_good_order_are_charged_with_nothing(home: Home):
+    async def test() -> None:
+        batch = home.batch("a", "b")
+        for _ in range(4):
+            server = home.runner(only_a)
+            server.start()
+            await until(lambda server=server: server.live(batch).num_completed == 1)
+            await server.close()
+        suspects = []
+
+        async def answer(request: LineRequest) -> dict[str, Any]:
+            suspects.append(request.is_suspect)
+            return ANSWERED
+
+        last = home.runner(answer)
+        last.start()
+        assert (await home.until_over(batch)).num_completed == 2
+        assert suspects == [False]
+        await last.close()
+
+    run(test)
+
+
+def test_a_batch_is_begun_once_however_its_request_and_the_start_meet(home: Home):
+    async def test() -> None:
+        asked = list[str]()
+
+        async def answer(request: LineRequest) -> dict[str, Any]:
+            asked.append(request.body["id"])
+            return ANSWERED
+
+        batch = home.batch("a", "b")
+        runner = home.runner(answer)
+        runner.start()
+        runner.begin(batch)
+        await home.until_over(batch)
+        await runner.close()
+        assert sorted(asked) == ["a", "b"]
 
     run(test)

@@ -126,6 +126,32 @@ def test_it_gives_way_to_requests_and_its_answers_are_the_same():
     assert_nothing_is_held(engine)
 
 
+def test_no_step_works_for_a_job_while_a_request_runs_that_is_to_be_without():
+    backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
+    profile = roofline_profile(backbone, CPU)
+    device = ModelledDevice(backbone, profile, num_pages=4000)
+    engine = EngineCore(device, LatencyModel(profile), EngineConfig())
+    example = Example(tokens=(1,) * 256, trained=(True,) * 256)
+    engine.submit_examples([example] * 64, TuningConfig(num_epochs=1000), adapter=LoraConfig(r=16))
+    while not engine.stats().num_tokens_trained:
+        engine.step()
+    params = SamplingParams(max_tokens=60, temperature=0)
+    engine.add_tokens([2] * 100, params, request_id="suspect", batch_due_s=1e6, without_jobs=True)
+    is_over, num_beside, num_steps = False, 0, 0
+    while not is_over:
+        events = engine.step()
+        plan = engine.last_plan
+        runs_it = any(rows.item == "suspect/0" for rows in plan.rows)
+        num_steps += runs_it
+        num_beside += runs_it and bool(plan.moved_jobs or plan.updates)
+        is_over = any(isinstance(event, Chunk) and event.finish_reason is not None for event in events)
+    assert (num_steps, num_beside) == (60, 0)
+    before = engine.stats().num_tokens_trained
+    for _ in range(200):
+        engine.step()
+    assert engine.stats().num_tokens_trained > before, "then the job continues"
+
+
 def test_the_lowest_priority_is_admitted_first():
     prompts = prompts_of((8, 9, 10))
     engine = make_engine(max_requests=1)

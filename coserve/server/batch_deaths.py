@@ -1,0 +1,63 @@
+"""Rule by which lines of batches are blamed for deaths of a process, the server's or the engine's.
+
+A death is charged to every line that was under way. A line with two deaths is a suspect. Suspects are tried apart from
+all other batch work, in groups; a group that a process dies of is divided and tried again, and a line that a process
+dies of while no other line is under way is set aside. Every other line is asked again until it is answered, so a line
+never fails for another one, whichever tenant that belongs to.
+
+A group is divided into 16 parts and not into two: that costs a few more rounds for lines that are harmless, and saves
+deaths, each of which breaks off everybody's requests. Of 512 lines, one is found with two deaths that make all of them
+suspects and three more (512, 32, 2, 1).
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+# Deaths beside other lines after which a line is tried apart.
+_NUM_DEATHS_TO_SUSPECT = 2
+# Parts into which a group of suspects is divided.
+_NUM_PARTS = 16
+
+# A batch's id, and the line's custom_id.
+LineKey = tuple[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineDeaths:
+    """Deaths of processes that are charged to one line."""
+
+    num: int
+    """Processes that died while the line was under way."""
+    num_lines: int
+    """Lines that were under way at the last of these deaths, this one included."""
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the line runs apart from all lines that are not suspects."""
+        return self.num >= _NUM_DEATHS_TO_SUSPECT
+
+    @property
+    def is_guilty(self) -> bool:
+        """Whether the line is set aside: a process died of it while no other line was under way, as a suspect."""
+        return self.num > _NUM_DEATHS_TO_SUSPECT and self.num_lines == 1
+
+    @property
+    def max_group(self) -> int:
+        """Number of suspects, this one included, that may be tried together."""
+        return max(1, -(-self.num_lines // _NUM_PARTS))
+
+
+def after_death(before: LineDeaths | None, *, num_lines: int) -> LineDeaths:
+    """Return the deaths of a line after one more, at which `num_lines` lines were under way."""
+    return LineDeaths(num=1 + (0 if before is None else before.num), num_lines=num_lines)
+
+
+def next_group(waiting: Collection[LineKey], deaths: Mapping[LineKey, LineDeaths]) -> Sequence[LineKey]:
+    """Return the suspects to try next among those that wait: the smallest groups first, since their lines are nearest to
+    a verdict.
+    """
+    suspects = [line for line in waiting if line in deaths and deaths[line].is_suspect]
+    if not suspects:
+        return ()
+    size = min(deaths[line].max_group for line in suspects)
+    return [line for line in suspects if deaths[line].max_group == size][:size]
