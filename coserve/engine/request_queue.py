@@ -53,7 +53,7 @@ class RequestQueue:
         if not self._num_batch:
             return False
         begin = [self.waiting[id] for id in admitted if id in self.waiting]
-        return any([each.without_jobs for each in (*begin, *self.running.values())])
+        return any(each.without_jobs for each in (*begin, *self.running.values()))
 
     def members(self, name: str) -> list[Request]:
         """The sequences of a request that are not over."""

@@ -10,6 +10,8 @@ from coserve.jobs.tables import BatchTable, FileTable, UploadTable
 
 # Of files that are parts of an upload, by its id as their name; no client sees them.
 PART_PURPOSE = "upload-part"
+# Below a home: where the results of batches are while these are under way.
+BATCHES_FOLDER = "batches"
 
 
 class BatchRows(Rows):

@@ -18,6 +18,7 @@ from coserve.engine.checkpoint import POSITION_FILE
 from coserve.errors import ModelError, StoreError
 from coserve.home import closed_mode
 from coserve.jobs.backup import STAGE
+from coserve.jobs.batch_rows import BATCHES_FOLDER
 from coserve.jobs.folders import Folders
 from coserve.jobs.offline import transitions_at
 from coserve.jobs.records import AdapterRecord, CheckpointRecord, FileRecord, JobRecord
@@ -72,7 +73,7 @@ def examine(home: Path, store: Store) -> list[Finding]:
         found = _read(home, store)
     except StoreError as error:
         return [_database_finding(str(error))]
-    checks = (_permissions, _leftovers, _files, _jobs, _job_folders, _checkpoints, _adapters)
+    checks = (_permissions, _leftovers, _files, _batches, _jobs, _job_folders, _checkpoints, _adapters)
     return [finding for check in checks for finding in check(found)]
 
 
@@ -128,6 +129,14 @@ def _files(home: _Home) -> Iterator[Finding]:
         yield home.orphan(there[name], "an upload that broke off" if name.endswith(".part") else "no file on record")
 
 
+def _batches(home: _Home) -> Iterator[Finding]:
+    with home.store.read() as transaction:
+        unfinished = {record.id for record in transaction.unfinished_batches()}
+    for path in sorted(entries(home.path / BATCHES_FOLDER)):
+        if path.name not in unfinished:
+            yield home.orphan(path, "results of no batch that is under way")
+
+
 def _jobs(home: _Home) -> Iterator[Finding]:
     contents = {path.name for path in entries(home.path / "files")}
     folders = Folders(home.path / "jobs")
@@ -176,10 +185,13 @@ def _what_it_needs(job: JobRecord, about: str, cancel: str, folders: Folders, co
 def _job_folders(home: _Home) -> Iterator[Finding]:
     known, kept = {job.id for job in home.jobs}, {Path(each.directory) for each in home.checkpoints}
     kept |= {Path(each.directory) for each in home.adapters if each.directory is not None}
+    folders = Folders(home.path / "jobs")
     for path in sorted(entries(home.path / "jobs")):
         if path.name not in known:
             yield home.orphan(path, "no job on record")
             continue
+        for part in sorted(folders.parts(path.name)):
+            yield home.orphan(part, "a file that broke off")
         for checkpoint in sorted(entries(path / "checkpoints")):
             if checkpoint not in kept:
                 is_part = checkpoint.name.startswith(".part-")

@@ -42,6 +42,7 @@ class Files:
         expires_after_s: int | None = None,
         max_total_bytes: int | None = None,
         id: str | None = None,
+        also: Callable[[Transaction, FileRecord], None] = lambda transaction, record: None,
     ) -> FileRecord:
         """Keep what `source` holds; see `create_of`."""
         return self.create_of(
@@ -52,6 +53,7 @@ class Files:
             expires_after_s=expires_after_s,
             max_total_bytes=max_total_bytes,
             id=id,
+            also=also,
         )
 
     def create_of(
@@ -71,7 +73,7 @@ class Files:
         Args:
             max_total_bytes: of all files of the tenant.
             id: of the file (default: a new one).
-            also: what else is written down with it, or not at all.
+            also: what else is written down with it, or not at all. What it removes makes room.
 
         Raises:
             DataError: it is longer than max_bytes. LimitError: the tenant's files would be more than it may have.
@@ -91,9 +93,9 @@ class Files:
         try:
             with self._store.write() as transaction:
                 expired = transaction.remove_expired_files()
-                _check_room(transaction, record, max_total_bytes)
                 transaction.add_file(record)
                 also(transaction, record)
+                _check_room(transaction, record, max_total_bytes)
         except BaseException:
             self.remove_blob(id)
             raise
@@ -162,7 +164,7 @@ class Files:
 
 
 def _check_room(transaction: Transaction, record: FileRecord, max_total_bytes: int | None) -> None:
-    there = transaction.file_bytes(record.tenant)
+    there = transaction.file_bytes(record.tenant) - record.num_bytes
     if max_total_bytes is not None and there + record.num_bytes > max_total_bytes:
         raise LimitError(
             f"This file has {record.num_bytes} bytes. Your files have {there}, and may have {max_total_bytes}: delete "

@@ -11,10 +11,12 @@ from coserve.adapters.file_names import CONFIG_FILE
 from coserve.engine.checkpoint import JOB_FILES
 from coserve.home import make_private
 from coserve.jobs.records import CheckpointRecord, JobRecord
-from coserve.jobs.shared_files import SharedFiles
+from coserve.jobs.shared_files import SharedFiles, discard, entries
 from coserve.jobs.transaction import Transaction
 
 EXAMPLES = "examples.msgpack"
+# At the end of the name of a file that is not whole yet.
+PART = ".part"
 
 
 class Folders:
@@ -42,6 +44,10 @@ class Folders:
         """Where the nodes of a data-parallel job exchange what they have learned, as long as it trains."""
         return contributions_beside(self.checkpoints(job))
 
+    def parts(self, job: str) -> list[Path]:
+        """Return files of a job that broke off while they were written; or are being written now."""
+        return [path for path in entries(self._directory / job) if path.name.endswith(PART)]
+
     def holds(self, directory: Path) -> bool:
         """Whether a directory is in here."""
         return self._directory in directory.parents
@@ -64,6 +70,7 @@ class Folders:
         if is_terminal:
             done += [self._thin_out(each) for each in kept]
             done.append(self.shared.discard(self.validation(job)))
+            done += [discard(path) for path in self.parts(job)]
             if all(done):
                 self.shared.discard(self.examples(job))  # the last: as long as it is there, this has not been done
 
@@ -84,6 +91,8 @@ class Folders:
         there = self.shared.all_below(self._directory)
         parts = [path.relative_to(self._directory).parts for path in there]
         for job in sorted({each[0] for each in parts}):
+            for path in self.parts(job):
+                discard(path)
             if job not in known:
                 self.remove(job)
             elif job not in unfinished:

@@ -122,6 +122,7 @@ class Transitions:
                     raise JobError(f"{field} {id!r} does not exist: upload it first", param=field)
                 if file.purpose != "fine-tune":
                     raise JobError(f"{field} {id} was uploaded for {file.purpose!r}, not for 'fine-tune'", param=field)
+            _check_start(transaction, record, self._folders)
             transaction.add_job(record)
             transaction.add_event(job_event(record, f"Created fine-tuning job: {record.id}"))
             transaction.add_event(job_event(record, f"Validating training file: {record.training_file}"))
@@ -204,10 +205,27 @@ class Transitions:
         if job.is_terminal:
             return job
         results = self._write_results(job) if status == "succeeded" else None
+        try:
+            job, kept = self._record_end(job, status, error, results)
+        except BaseException:  # it is tried again, with a file of its own
+            if results is not None:
+                self._files.remove_blob(results.id)
+            raise
+        self._folders.sweep(id, kept, is_terminal=True)
+        return job
+
+    def _record_end(
+        self,
+        job: JobRecord,
+        status: Literal["succeeded", "failed", "cancelled"],
+        error: dict[str, Any] | None,
+        results: FileRecord | None,
+    ) -> tuple[JobRecord, tuple[CheckpointRecord, ...]]:
+        """Write down that a job has ended; returns it as it is then, and the checkpoints that are kept."""
         with self._store.write() as transaction:
             if error is not None and error["code"] == TIMEOUT:
                 _list_newest(transaction, job)
-            transaction.forget_deaths(id)
+            transaction.forget_deaths(job.id)
             kept, _ = prune_records(transaction, job, is_terminal=True)
             if status == "succeeded":
                 assert results is not None
@@ -227,8 +245,7 @@ class Transitions:
                 result_file=results.id if results is not None else None,
                 trained_tokens=num_trained_tokens(transaction, job) if status == "succeeded" else None,
             )
-        self._folders.sweep(id, kept, is_terminal=True)
-        return job
+        return job, kept
 
     def sweep(self, id: str) -> None:
         """Remove what a job that has ended does not need."""
@@ -281,6 +298,15 @@ class Transitions:
             num_bytes=self._files.write_blob(id, [content]),
             created_at=int(time.time()),
         )
+
+
+def _check_start(transaction: Transaction, job: JobRecord, folders: Folders) -> None:
+    """JobError if the adapter that a job is to train further was deleted after it had been looked up."""
+    directory = None if job.start is None else job.start["directory"]
+    if directory is None or not folders.holds(Path(directory)):
+        return
+    if not transaction.adapters_in(directory):
+        raise JobError(f"{job.model} does not exist any more", param="model")
 
 
 def _change(transaction: Transaction, job: JobRecord, status: JobStatus, **values: Any) -> JobRecord:

@@ -16,7 +16,8 @@ from typing import Any
 
 from coserve.home import make_private
 from coserve.jobs.files import Files
-from coserve.jobs.records import BatchRecord, FileRecord, new_id
+from coserve.jobs.records import BatchRecord, FileRecord
+from coserve.jobs.shared_files import discard, entries
 from coserve.jobs.store import Store
 from coserve.jobs.transaction import Transaction
 from coserve.server.batch_files import ERRORS, OUTPUT, BatchLine, BatchResults, read_input
@@ -102,7 +103,7 @@ class BatchRunner:
     # -- after the death of a server ------------------------------------------------
 
     async def _resume(self) -> None:
-        """Charge the death of the process before this one to the lines that it left under way, and begin all batches."""
+        """Charge the death of the last server's process to the lines that it left under way, and begin all batches."""
         records = [record for record in await until_done(self._unfinished) if record.id not in self._tasks]
         under_way: dict[str, set[str]] = {}
         for record in records:
@@ -112,11 +113,18 @@ class BatchRunner:
             except (OSError, ValueError, KeyError):
                 _log.exception("the results of batch %s cannot be read, and it rests", record.id)
         num_lines = sum(map(len, under_way.values()))
+        await asyncio.to_thread(self._tidy, {record.id for record in records})
         for id, lines in under_way.items():
             await self._charge(id, lines, num_lines)
         for record in records:
             if record.id in under_way:
                 self.begin(record)
+
+    def _tidy(self, unfinished: set[str]) -> None:
+        """Remove the results of batches that are over: a server was killed before it could. Blocks."""
+        for path in entries(self._directory):
+            if path.name not in unfinished and path.name not in self._live:
+                discard(path)
 
     def _take_in(self, id: str) -> set[str]:
         """Read the journal of a batch; returns the lines that were under way when it was last written. Blocks."""
@@ -233,7 +241,11 @@ class BatchRunner:
         await self._change(id, end, **values)
 
     def _keep(self, record: BatchRecord, results: BatchResults, name: str, field: str) -> FileRecord | None:
-        """One of the files, if there is anything in it. Blocks."""
+        """Make one of the files, if there is anything in it; once, also if whoever waited for it before was cancelled
+        meanwhile. Blocks.
+        """
+        if (id := getattr(self._written(record), field)) is not None:
+            return self._files.find(record.tenant, id)
         if not any(results.chunks(name)):
             return None
 

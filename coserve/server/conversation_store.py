@@ -10,6 +10,7 @@ from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
 from coserve.server.responses import to_json
 from coserve.server.stored import find_stored
+from coserve.server.texts import check_texts
 
 Item = dict[str, Any]
 
@@ -52,17 +53,63 @@ async def create_conversation(context: ServerContext, record: ConversationRecord
     await asyncio.to_thread(write)
 
 
-async def extend_conversation(context: ServerContext, tenant: str, id: str, items: Sequence[Item]) -> None:
-    """Add items; none if the conversation has gone meanwhile. ApiError if one is there already."""
+async def extend_conversation(context: ServerContext, tenant: str, id: str, items: Sequence[Item]) -> bool:
+    """Add items; ApiError if one is there already. Returns whether the conversation is there: it may have gone."""
+    check_texts(id, param="conversation_id")
 
-    def write() -> None:
+    def write() -> bool:
         with context.jobs.store.write() as transaction:
             record = transaction.conversation(tenant, id)
             if record is not None:
                 check_new(items, transaction.conversation_items(id), param="items")
                 _add(context, transaction, record, items)
+        return record is not None
 
-    await asyncio.to_thread(write)
+    return await asyncio.to_thread(write)
+
+
+async def label_conversation(
+    context: ServerContext, tenant: str, id: str, metadata: dict[str, str]
+) -> ConversationRecord | None:
+    """Give one of a tenant's other metadata; returns it as it is then, None if it is not there."""
+    check_texts(id, param="conversation_id")
+
+    def write() -> ConversationRecord | None:
+        with context.jobs.store.write() as transaction:
+            if transaction.conversation(tenant, id) is not None:
+                transaction.label_conversation(id, metadata)
+            return transaction.conversation(tenant, id)
+
+    return await asyncio.to_thread(write)
+
+
+async def remove_conversation(context: ServerContext, tenant: str, id: str) -> bool:
+    """Forget one of a tenant's, with its items; returns whether it was there."""
+    check_texts(id, param="conversation_id")
+
+    def write() -> bool:
+        with context.jobs.store.write() as transaction:
+            found = transaction.conversation(tenant, id)
+            if found is not None:
+                transaction.remove_conversation(id)
+        return found is not None
+
+    return await asyncio.to_thread(write)
+
+
+async def remove_item(
+    context: ServerContext, tenant: str, id: str, item: str
+) -> tuple[ConversationRecord | None, bool]:
+    """Take an item out of a conversation; returns that, None if it is not there, and whether the item was."""
+    check_texts(id, param="conversation_id")
+    check_texts(item, param="item_id")
+
+    def write() -> tuple[ConversationRecord | None, bool]:
+        with context.jobs.store.write() as transaction:
+            found = transaction.conversation(tenant, id)
+            return found, found is not None and transaction.remove_conversation_item(id, item)
+
+    return await asyncio.to_thread(write)
 
 
 def _add(context: ServerContext, transaction: Transaction, record: ConversationRecord, items: Sequence[Item]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from coserve.engine.prompts import end_tokens_of, load_tokenizer
 from coserve.errors import ModelError
+from coserve.jobs.batch_rows import BATCHES_FOLDER
 from coserve.jobs.databases import database_url
 from coserve.jobs.files import Files
 from coserve.jobs.manager import JobManager
@@ -98,7 +99,7 @@ async def start_jobs(context: ServerContext) -> None:
     context.batch_runner = BatchRunner(
         store,
         manager.files,
-        config.directory / "batches",
+        config.directory / BATCHES_FOLDER,
         answer=lambda request: ANSWERS[request.endpoint](request, context),
         most=lambda: config.max_requests * min(max(1, context.link.num_nodes), _MOST_NODES),
     )

@@ -57,13 +57,15 @@ async def find(context: ServerContext, tenant: str, id: str) -> ResponseRecord:
 
 
 async def forget(context: ServerContext, tenant: str, id: str) -> None:
-    """Remove it; no error if it is not there."""
+    """Remove one of a tenant's; ApiError if there is none, or none any more."""
+    check_texts(id, param="response_id")
 
-    def remove() -> None:
+    def remove() -> bool:
         with context.jobs.store.write() as transaction:
-            transaction.remove_response(tenant, id)
+            return transaction.remove_response(tenant, id)
 
-    await asyncio.to_thread(remove)
+    if not await asyncio.to_thread(remove):
+        raise not_found(f"Response with id '{id}' not found.", param="response_id")
 
 
 async def items_up_to(context: ServerContext, tenant: str, previous: str | None) -> list[dict[str, Any]]:

@@ -51,6 +51,19 @@ def test_nothing_is_wrong_with_a_home_in_use(home):
     assert "nothing is wrong" in shown
 
 
+def test_what_kills_leave_of_batches_and_of_files_that_jobs_read(home):
+    job = home.job()
+    part = home.folder(job) / "validation.msgpack.part"
+    part.write_bytes(b"half")
+    (home.path / "batches" / "batch_none").mkdir(parents=True)
+    assert problems(home) == {
+        "batches/batch_none": "results of no batch that is under way",
+        str(part.relative_to(home.path)): "a file that broke off",
+    }
+    home.transitions.tidy()
+    assert not part.exists()
+
+
 def test_files(home):
     gone, short = home.upload(), home.upload(b"x" * 100)
     home.files.path(gone).unlink()

@@ -342,6 +342,19 @@ def test_lines_under_way_when_a_server_ends_in_good_order_are_charged_with_nothi
     run(test)
 
 
+def test_results_of_a_batch_that_was_over_when_its_server_was_killed_are_removed_at_the_next_start(home: Home):
+    async def test() -> None:
+        batch, left = home.batch("a"), home.path / "batches" / "batch_over"
+        left.mkdir(parents=True)
+        runner = home.runner(at_once)
+        runner.start()
+        await home.until_over(batch)
+        await until(lambda: not list((home.path / "batches").iterdir()))
+        await runner.close()
+
+    run(test)
+
+
 def test_a_batch_is_begun_once_however_its_request_and_the_start_meet(home: Home):
     async def test() -> None:
         asked = list[str]()

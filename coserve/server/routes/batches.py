@@ -125,6 +125,8 @@ def _add(context: ServerContext, record: BatchRecord) -> None:
                 what="batches",
                 retry_after_s=QUOTA_RETRY_S,
             )
+        if transaction.file(record.tenant, record.input_file) is None:  # it was deleted meanwhile
+            raise not_found(f"No such File object: {record.input_file}", param="input_file_id")
         transaction.add_batch(record)
 
 

@@ -1,6 +1,5 @@
 """/v1/conversations, as OpenAI has them: items that responses follow, and add to."""
 
-import asyncio
 import time
 from typing import Annotated, Any, Literal
 
@@ -17,6 +16,9 @@ from coserve.server.conversation_store import (
     extend_conversation,
     find_conversation,
     items_of,
+    label_conversation,
+    remove_conversation,
+    remove_item,
 )
 from coserve.server.errors import not_found
 from coserve.server.response_items import input_items, page_of
@@ -24,7 +26,6 @@ from coserve.server.response_request import check_metadata
 from coserve.server.response_schemas import Includable, InputItem
 from coserve.server.responses import json_response
 from coserve.server.schemas import Body, List
-from coserve.server.texts import check_texts
 
 router = APIRouter(route_class=JsonRoute)
 # As OpenAI has it.
@@ -74,26 +75,16 @@ async def retrieve(conversation_id: str, context: Context, tenant: Tenant) -> Re
 async def change(conversation_id: str, body: ChangeBody, context: Context, tenant: Tenant) -> Response:
     """Give it other metadata."""
     check_metadata(body.metadata)
-    await find_conversation(context, tenant, conversation_id)
-
-    def write() -> None:
-        with context.jobs.store.write() as transaction:
-            transaction.label_conversation(conversation_id, body.metadata or {})
-
-    await asyncio.to_thread(write)
-    return json_response(_conversation(await find_conversation(context, tenant, conversation_id)))
+    if (found := await label_conversation(context, tenant, conversation_id, body.metadata or {})) is None:
+        raise _no_conversation(conversation_id)
+    return json_response(_conversation(found))
 
 
 @router.delete("/v1/conversations/{conversation_id}")
 async def delete(conversation_id: str, context: Context, tenant: Tenant) -> Response:
     """Forget it, with its items; responses that were made in it stay."""
-    await find_conversation(context, tenant, conversation_id)
-
-    def write() -> None:
-        with context.jobs.store.write() as transaction:
-            transaction.remove_conversation(conversation_id)
-
-    await asyncio.to_thread(write)
+    if not await remove_conversation(context, tenant, conversation_id):
+        raise _no_conversation(conversation_id)
     return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
@@ -107,8 +98,8 @@ async def add_items(
 ) -> Response:
     """Add some at its end."""
     items = input_items(body.items, "items")
-    await find_conversation(context, tenant, conversation_id)
-    await extend_conversation(context, tenant, conversation_id, items)
+    if not await extend_conversation(context, tenant, conversation_id, items):
+        raise _no_conversation(conversation_id)
     return json_response(page_of(items, order="asc", limit=len(items)))
 
 
@@ -146,16 +137,16 @@ async def retrieve_item(
 @router.delete("/v1/conversations/{conversation_id}/items/{item_id}")
 async def delete_item(conversation_id: str, item_id: str, context: Context, tenant: Tenant) -> Response:
     """Take one out of it."""
-    check_texts(item_id, param="item_id")
-    record = await find_conversation(context, tenant, conversation_id)
-
-    def write() -> bool:
-        with context.jobs.store.write() as transaction:
-            return transaction.remove_conversation_item(conversation_id, item_id)
-
-    if not await asyncio.to_thread(write):
+    record, was_there = await remove_item(context, tenant, conversation_id, item_id)
+    if record is None:
+        raise _no_conversation(conversation_id)
+    if not was_there:
         raise _no_item(item_id)
     return json_response(_conversation(record))
+
+
+def _no_conversation(id: str) -> Exception:
+    return not_found(f"Conversation with id '{id}' not found.", param="conversation_id")
 
 
 def _no_item(id: str) -> Exception:

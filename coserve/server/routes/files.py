@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 
 from coserve.jobs.files import PURPOSES, RESULTS
 from coserve.jobs.records import FileRecord
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found
+from coserve.server.open_file import OpenFileResponse
 from coserve.server.responses import json_response
 from coserve.server.texts import check_texts
 
@@ -92,27 +93,34 @@ def retrieve_content(
     says); others are given as they are.
     """
     record = _find(context, tenant, file_id)
-    path = context.jobs.files.path(record)
-    if not path.is_file():
-        raise not_found(f"The content of {file_id} is not there any more.", param="file_id")
+    try:
+        file = context.jobs.files.path(record).open("rb")
+    except FileNotFoundError:
+        raise not_found(f"The content of {file_id} is not there any more.", param="file_id") from None
     if record.purpose == RESULTS and (encoding or context.config.result_encoding) == "base64":
-        return Response(base64.b64encode(path.read_bytes()), media_type="application/octet-stream")
-    return FileResponse(path, media_type="application/octet-stream")
+        with file:
+            return Response(base64.b64encode(file.read()), media_type="application/octet-stream")
+    return OpenFileResponse(file, media_type="application/octet-stream")
 
 
 @router.delete("/v1/files/{file_id}")
 def delete_file(file_id: str, context: Context, tenant: Tenant) -> Response:
     """Forget it, and what it holds."""
-    _find(context, tenant, file_id)
-    context.jobs.files.delete(tenant, file_id)
+    check_texts(file_id, param="file_id")
+    if not context.jobs.files.delete(tenant, file_id):
+        raise _missing_file(file_id)
     return json_response({"id": file_id, "object": "file", "deleted": True})
 
 
 def _find(context: ServerContext, tenant: str, id: str) -> FileRecord:
     record = context.jobs.files.find(tenant, id)
     if record is None:
-        raise not_found(f"No such File object: {id}", param="id")
+        raise _missing_file(id)
     return record
+
+
+def _missing_file(id: str) -> ApiError:
+    return not_found(f"No such File object: {id}", param="id")
 
 
 def file_json(record: FileRecord) -> dict[str, Any]:

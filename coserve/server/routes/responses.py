@@ -93,7 +93,6 @@ async def cancel_response(response_id: str, context: Context, tenant: Tenant) ->
 async def delete_response(response_id: str, context: Context, tenant: Tenant) -> Response:
     """Forget it; what follows it cannot be continued any more."""
     await context.runs.cancel(_key(tenant, response_id))
-    await find(context, tenant, response_id)
     await forget(context, tenant, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 

@@ -89,7 +89,12 @@ def complete_upload(upload_id: str, body: CompleteBody, context: Context, tenant
     """Join the parts, in this order."""
     for name in ("part_ids", "md5"):
         check_texts(getattr(body, name), param=name)
-    _uploads(context).complete(_find(context, tenant, upload_id), body.part_ids, md5=body.md5)
+    _uploads(context).complete(
+        _find(context, tenant, upload_id),
+        body.part_ids,
+        md5=body.md5,
+        max_total_bytes=context.limits_of(tenant).max_file_bytes,
+    )
     return json_response(_upload(_find(context, tenant, upload_id), context))
 
 
