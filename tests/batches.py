@@ -4,7 +4,7 @@ import json
 import time
 from typing import Any
 
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def line(id: str, *, url: str = CHAT, **body: Any) -> dict[str, Any]:
@@ -12,6 +12,10 @@ def line(id: str, *, url: str = CHAT, **body: Any) -> dict[str, Any]:
     if url == CHAT:
         settings["messages"] = [{"role": "user", "content": id}]
     return {"custom_id": id, "method": "POST", "url": url, "body": {**settings, **body}}
+
+
+def completion(id: str, prompt: Any = "x", **body: Any) -> dict[str, Any]:
+    return line(id, url=COMPLETIONS, prompt=prompt, **body)
 
 
 def batch_file(client: Any, lines: list[Any]) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batches import begin, line, results, wait_for
+from batches import COMPLETIONS, begin, completion, results, wait_for
 from served import Served, keys_file, serving
 
 from coserve.jobs.records import BATCH_OVER
@@ -42,11 +42,6 @@ async def deadly(body, *arguments):
 
 batch_answers.completion_request = deadly
 """
-COMPLETIONS = "/v1/completions"
-
-
-def completion(id: str, prompt: Any = "x", **body: Any) -> dict[str, Any]:
-    return line(id, url=COMPLETIONS, prompt=prompt, **body)
 
 
 def job_of(client: Any) -> str:
