@@ -1,5 +1,6 @@
 """Files: blobs on disk below one directory, each under its record's id. No name that a client gave is ever a path."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -12,6 +13,8 @@ from coserve.jobs.records import FileRecord, new_id
 from coserve.jobs.shared_files import SharedFiles, discard
 from coserve.jobs.store import Store
 from coserve.jobs.transaction import Transaction
+
+_log = logging.getLogger(__name__)
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 RESULTS = "fine-tune-results"
@@ -153,10 +156,14 @@ class Files:
 
     def tidy(self) -> None:
         """Remove what nothing refers to: blobs of uploads that broke off, and of files that are past their time. Only
-        before anything else is asked.
+        before anything else is asked. Without room for a change of the store, records of the latter stay for now.
         """
-        with self._store.write() as transaction:
-            transaction.remove_expired_files()
+        try:
+            with self._store.write() as transaction:
+                transaction.remove_expired_files()
+        except DiskFullError as error:
+            _log.warning("files that are past their time stay on record: %s", error)
+        with self._store.read() as transaction:
             known = transaction.file_ids()
         for path in self.shared.entries(self._directory):
             if path.name not in known:

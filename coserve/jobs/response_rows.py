@@ -1,6 +1,7 @@
 """Answers of /v1/responses in the store: of each tenant, the newest that fit."""
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 from sqlalchemy import delete, func, select, update
@@ -11,6 +12,7 @@ from coserve.jobs.tables import ResponseTable
 
 # Where the oldest make room, they make this much more of it: the next one finds some.
 _ROOM_SHARE = 1 / 16
+_UNFINISHED = ("queued", "in_progress")
 
 
 class ResponseRows(Rows):
@@ -52,10 +54,14 @@ class ResponseRows(Rows):
         """Returns whether it was there."""
         return self._execute(delete(ResponseTable).where(ResponseTable.tenant == tenant, ResponseTable.id == id)) > 0
 
-    def end_unfinished_responses(self, error: dict[str, Any]) -> None:
-        """Those that a process that is gone was at have failed; and forget those that are past their time."""
+    def unfinished_responses(self) -> list[str]:
+        """Return the ids of responses of every tenant that are not over."""
+        return list(self._session.scalars(select(ResponseTable.id).where(ResponseTable.status.in_(_UNFINISHED))))
+
+    def end_unfinished_responses(self, ids: Collection[str], error: dict[str, Any]) -> None:
+        """Have those of these that are not over fail; and forget all that are past their time."""
         self._execute(delete(ResponseTable).where(ResponseTable.expires_at <= int(time.time())))
-        unfinished = select(ResponseTable).where(ResponseTable.status.in_(("queued", "in_progress")))
+        unfinished = select(ResponseTable).where(ResponseTable.id.in_(ids), ResponseTable.status.in_(_UNFINISHED))
         for row in list(self._session.scalars(unfinished)):
             failed = {**row.response, "status": "failed", "error": error}
             change = update(ResponseTable).where(ResponseTable.id == row.id)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.exc import DatabaseError, IntegrityError, InterfaceError, SQLAlchemyError, TimeoutError
 from sqlalchemy.orm import Session
 
@@ -84,6 +84,13 @@ class Store:
         """
         with _store_errors(), Session(self._writing) as session, session.begin():
             yield Transaction(session)
+
+    def check_room(self) -> None:
+        """Change nothing, on the disk: DiskFullError if there is no room for a change, StoreError if it cannot be
+        written now.
+        """
+        with _store_errors(), self._writing.begin() as connection:
+            connection.execute(update(SchemaTable).values(version=SchemaTable.version))
 
     def copy_to(
         self,

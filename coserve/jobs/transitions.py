@@ -87,12 +87,11 @@ class Transitions:
     # -- from the beginning ---------------------------------------------------------
 
     def tidy(self) -> tuple[JobRecord, ...]:
-        """At the start: no engine has any job, and what a process left half done is removed; the unfinished jobs."""
+        """Remove at the start what a process left half done; returns the unfinished jobs, which no engine has. This
+        needs no room on a disk.
+        """
         self._files.tidy()
-        with self._store.write() as transaction:
-            for job in transaction.unfinished_jobs():
-                if job.status == "running":
-                    _change(transaction, job, "queued")
+        with self._store.read() as transaction:
             jobs = transaction.unfinished_jobs()
             known, kept = transaction.job_ids(), transaction.adapter_directories()
         self._folders.tidy(known, {job.id for job in jobs}, kept)

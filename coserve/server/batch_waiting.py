@@ -16,20 +16,20 @@ _T = TypeVar("_T")
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
 
 
-async def until_done(do: Callable[..., _T], *arguments: Any) -> _T:
+async def until_done(do: Callable[..., _T], *arguments: Any, what: str = "a batch") -> _T:
     """Call `do` on a thread, again and again while a disk or the database is away or full. When this is cancelled, it
-    ends after the thread: what is being written is there then.
+    ends after the thread: what is being written is there then. what: waits, as the log says it.
     """
     wait_s = FIRST_WAIT_S
     while True:
         try:
             return await _to_its_end(do, *arguments)
         except StoreError as error:
-            _log.warning("a batch waits: %s", error)
+            _log.warning("%s waits: %s", what, error)
         except OSError as error:
             if not is_disk_full(error):
                 raise
-            _log.warning("a batch waits: the disk is full")
+            _log.warning("%s waits: the disk is full", what)
         await asyncio.sleep(wait_s)
         wait_s = min(MAX_WAIT_S, 2 * wait_s)
 

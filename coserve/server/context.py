@@ -34,6 +34,7 @@ from coserve.server.prompts import Prompts
 from coserve.server.public_prefixes import PublicPrefixes
 from coserve.server.readiness import Readiness
 from coserve.server.status import StatusBoard
+from coserve.server.storage import Storage
 from coserve.server.tool_parsers import ToolParser, parser_class, parser_of_template
 from coserve.server.tracing import Tracing
 from coserve.server.waiting import WaitingRequests
@@ -59,6 +60,9 @@ class ServerContext:
     tracing: Tracing | None = None
     batch_runner: BatchRunner | None = None
     trackers: Trackers | None = None
+    storage: Storage | None = None
+    ending: asyncio.Task[None] | None = None
+    """Writes down that responses have failed which the process before this one was at; may wait for room."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

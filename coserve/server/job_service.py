@@ -20,8 +20,10 @@ from coserve.models.families import build_architecture
 from coserve.models.source import ModelSource, check_model, find_model
 from coserve.server.batch_answers import ANSWERS
 from coserve.server.batch_runner import BatchRunner
+from coserve.server.batch_waiting import until_done
 from coserve.server.context import ServerContext
-from coserve.server.response_store import end_unfinished
+from coserve.server.response_store import end_unfinished, unfinished
+from coserve.server.storage import Storage
 from coserve.worker.access import EngineAccess
 from coserve.worker.protocol import Ready, StepReport
 
@@ -90,7 +92,9 @@ async def start_jobs(context: ServerContext) -> None:
         timeout_s=inf if config.job_timeout_s is None else config.job_timeout_s,
     )
     await asyncio.to_thread(context.loaded.restore, store, base=context.model_name, allowed=config.allow_adapter_paths)
-    await asyncio.to_thread(end_unfinished, store)
+    context.storage = Storage(store, config.directory)
+    await context.storage.check()
+    context.ending = asyncio.create_task(_end_unfinished(store, await asyncio.to_thread(unfinished, store)))
     await manager.start()
     context.trackers = Trackers(store, config.directory / "jobs")
     context.link.listen(_JobReports(manager, context.link, context.trackers))
@@ -107,6 +111,10 @@ async def start_jobs(context: ServerContext) -> None:
     context.link.listen(_BatchDeaths(context.batch_runner))
     if context.link.ready is not None:
         manager.engine_ready()
+
+
+async def _end_unfinished(store: Store, ids: list[str]) -> None:
+    await until_done(end_unfinished, store, ids, what="the end of responses that broke off")
 
 
 def _models(context: ServerContext) -> JobModels:
@@ -147,6 +155,9 @@ async def stop_jobs(context: ServerContext) -> None:
     """Write down what the engine said last, and close the store."""
     await stop_batches(context)
     await context.runs.close()
+    if context.ending is not None:
+        context.ending.cancel()
+        await asyncio.gather(context.ending, return_exceptions=True)
     if context.trackers is not None:
         await asyncio.to_thread(context.trackers.close)
     if context.job_manager is not None:

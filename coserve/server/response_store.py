@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Collection
 from typing import Any
 
 from coserve.jobs.records import ResponseRecord
@@ -20,11 +21,17 @@ USABLE = ("completed", "incomplete")
 _LONGEST_CHAIN = 10_000
 
 
-def end_unfinished(store: Store) -> None:
-    """Those that a process which is gone was at. Blocks."""
+def unfinished(store: Store) -> list[str]:
+    """Return the ids of responses that are not over: at a start, those that a process that is gone was at. Blocks."""
+    with store.read() as transaction:
+        return transaction.unfinished_responses()
+
+
+def end_unfinished(store: Store, ids: Collection[str]) -> None:
+    """Have responses fail that a process that is gone was at. Blocks."""
     error = {"code": "server_error", "message": "The server was restarted before the response was complete."}
     with store.write() as transaction:
-        transaction.end_unfinished_responses(error)
+        transaction.end_unfinished_responses(ids, error)
 
 
 async def keep(context: ServerContext, tenant: str, items: list[Any], response: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from coserve.home import make_private
+from coserve.home import is_disk_full, make_private
 
 # Linux: sun_path has 108 bytes with the zero at its end; macOS: 104 (unix(7)).
 _MOST_ADDRESS_BYTES = 103
@@ -17,11 +17,16 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 def make_socket_directory(home: Path) -> Path:
     """A new directory that only this user can enter. Where the home's path is too long for the address of a socket it
-    lies elsewhere, and this is a link to it.
+    lies elsewhere, and this is a link to it. Where the home's disk is full it lies elsewhere without a link.
     """
     run = home / "run"
-    make_private(run)
-    directory = Path(tempfile.mkdtemp(dir=run, prefix=""))
+    try:
+        make_private(run)
+        directory = Path(tempfile.mkdtemp(dir=run, prefix=""))
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        return Path(tempfile.mkdtemp(prefix="coserve-"))
     if len(os.fsencode(directory / _SOCKET)) > _MOST_ADDRESS_BYTES:
         directory.rmdir()
         directory.symlink_to(tempfile.mkdtemp(prefix="coserve-"))

@@ -367,7 +367,7 @@ def test_responses_that_a_process_left_have_failed(store):
         transaction.put_response(response("r2"), most_bytes=100)
         transaction.put_response(response("r3", expires_at=1), most_bytes=100)
     with store.write() as transaction:
-        transaction.end_unfinished_responses({"code": "server_error"})
+        transaction.end_unfinished_responses(transaction.unfinished_responses(), {"code": "server_error"})
     with store.read() as transaction:
         found = transaction.response("a", "r1")
         assert (found.status, found.response) == (

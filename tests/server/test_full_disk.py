@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -204,3 +205,41 @@ def test_a_server_whose_disk_is_full_says_so_and_continues_when_there_is_room(di
             steps = [each["step"] for each in metrics if "train_loss" in each]
             assert sorted(steps) == list(range(1, 121))
         assert "Traceback" not in served.log.read_text()
+
+
+def test_a_server_that_was_killed_on_a_full_disk_starts_and_reads_and_says_what_it_cannot(disk: SmallDisk) -> None:
+    with serving(home=disk.path) as first:
+        client = first.client()
+        file = client.files.create(file=("x.jsonl", b'{"text": "x"}'), purpose="fine-tune")
+        job = create(first, 200)
+        first.wait_until(lambda: client.fine_tuning.jobs.retrieve(job).model_extra["coserve"]["step"] > 2)
+        asked = client.responses.create(model="small", input="x", background=True, max_output_tokens=300)
+        disk.fill()
+        first.process.send_signal(signal.SIGKILL)
+        first.process.wait(60)
+    with serving(home=disk.path) as second:
+        client = second.client()
+        assert client.completions.create(model="small", prompt="x", max_tokens=2).usage is not None
+        chat = client.chat.completions.create(model="small", messages=[{"role": "user", "content": "x"}], max_tokens=2)
+        assert chat.usage is not None
+        assert client.files.content(file.id).content == b'{"text": "x"}'
+        assert client.fine_tuning.jobs.retrieve(job).status == "running", "as it is on record"
+        assert second.get("/ready").status_code == 200
+        storage = second.get("/v1/status").json()["storage"]
+        assert (storage["writable"], storage["free_bytes"]) == (False, 0)
+        assert "no room on the disk" in storage["problem"]
+        with pytest.raises(openai.InternalServerError, match="is full") as refused:
+            client.files.create(file=("x.jsonl", BIG), purpose="fine-tune")
+        assert refused.value.status_code == 507
+        with pytest.raises(openai.InternalServerError, match="is full") as refused:
+            client.fine_tuning.jobs.cancel(job)
+        assert refused.value.status_code == 507
+        disk.empty()
+        second.wait_until(lambda: second.get("/v1/status").json()["storage"]["writable"])
+        second.wait_until(lambda: client.responses.retrieve(asked.id).status == "failed")
+        second.wait_until(lambda: client.fine_tuning.jobs.retrieve(job).status == "running")
+        before = client.fine_tuning.jobs.retrieve(job).model_extra["coserve"]["step"]
+        second.wait_until(lambda: client.fine_tuning.jobs.retrieve(job).model_extra["coserve"]["step"] > before)
+        assert client.fine_tuning.jobs.cancel(job).status == "cancelled"
+        assert client.files.create(file=("x.jsonl", b"{}"), purpose="fine-tune").bytes == 2
+        assert "Traceback" not in second.log.read_text()

@@ -5,9 +5,11 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import count
 
 from storm.clustered import run_cluster_storm
+from storm.poisoned import run_poisoned_storm
 from storm.real.run import command, run_real_storm
 from storm.real.world import Settings
 from storm.simulated import NUM_ACTIONS, Report, run_storm
@@ -27,6 +29,10 @@ def main() -> int:
     clustered.add_argument("--seed", type=int, help="one storm, that of this seed")
     clustered.add_argument("--first-seed", type=int, default=0, help="of many")
     clustered.add_argument("--minutes", type=float, default=10.0)
+    poisoned = kinds.add_parser("poisoned", help="lines of batches that engines and servers die of")
+    poisoned.add_argument("--seed", type=int, help="one storm, that of this seed")
+    poisoned.add_argument("--first-seed", type=int, default=0, help="of many")
+    poisoned.add_argument("--minutes", type=float, default=10.0)
     real = kinds.add_parser("real", help="a server, its clients, its disk and its clock")
     real.add_argument("--seed", type=int, default=0)
     real.add_argument("--minutes", type=float, default=10.0, help="of faults; then comes calm")
@@ -34,7 +40,7 @@ def main() -> int:
     real.add_argument("--streams", type=int, default=512)
     real.add_argument("--jobs", type=int, default=8)
     options = parser.parse_args()
-    run = {"simulated": simulate, "clustered": cluster_storms, "real": real_storms}
+    run = {"simulated": simulate, "clustered": cluster_storms, "poisoned": poisoned_storms, "real": real_storms}
     return run[options.kind](options)
 
 
@@ -54,15 +60,24 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def cluster_storms(options: argparse.Namespace) -> int:
+    return _storms(options, run_cluster_storm)
+
+
+def poisoned_storms(options: argparse.Namespace) -> int:
+    return _storms(options, run_poisoned_storm)
+
+
+def _storms(options: argparse.Namespace, run: Callable[[int], tuple[Counter[str], list[str]]]) -> int:
+    """Storms of one kind until the time is over."""
     num_storms, broken, done = 0, list[str](), Counter[str]()
     until_s = time.monotonic() + 60 * options.minutes
     for seed in count(options.first_seed) if options.seed is None else [options.seed]:
         if time.monotonic() > until_s:
             break
-        did, found = run_cluster_storm(seed)
+        did, found = run(seed)
         num_storms, done = num_storms + 1, done + did
         if found:
-            again = f"PYTHONPATH=tests python -m storm clustered --seed {seed}"
+            again = f"PYTHONPATH=tests python -m storm {options.kind} --seed {seed}"
             broken.append("\n".join([*found, f"a similar one: {again}"]))
             print(broken[-1], file=sys.stderr)
     print("\n".join(f"{number:7} {what}" for what, number in sorted(done.items())))

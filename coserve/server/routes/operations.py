@@ -56,7 +56,10 @@ async def status(context: Context, tenant: Tenant, is_operator: IsOperator) -> R
     whose = None if is_operator else tenant
     others = context.config.engine.trainable_models
     link = context.link
-    return json_response(context.board.status(link.ready, context.model_name, whose, others, link.start_progress))
+    found = context.board.status(link.ready, context.model_name, whose, others, link.start_progress)
+    if context.storage is not None:
+        found["storage"] = await context.storage.check()
+    return json_response(found)
 
 
 @router.get("/v1/status/steps")

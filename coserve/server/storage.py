@@ -1,0 +1,61 @@
+"""Whether files, jobs, batches and answers can be written down now, as the log and /v1/status say it."""
+
+import asyncio
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from coserve.errors import DiskFullError, StoreError
+from coserve.jobs.store import Store
+
+_log = logging.getLogger(__name__)
+
+# Each look writes to the store.
+_FRESH_S = 2.0
+# What a client reads of a database that cannot be used; where it is, is its operator's business.
+_AWAY = "the database cannot be used now"
+
+
+class Storage:
+    """The state of the store and of the home's disk. Belongs to one event loop."""
+
+    def __init__(self, store: Store, home: Path) -> None:
+        self._store, self._home = store, home
+        self._problem: str | None = None
+        self._found: dict[str, Any] = {}
+        self._looked_s = float("-inf")
+
+    async def check(self) -> dict[str, Any]:
+        """Try to write, and log a change; returns what /v1/status shows. One look serves all who ask for a while."""
+        if time.monotonic() - self._looked_s < _FRESH_S:
+            return self._found
+        self._looked_s = time.monotonic()
+        problem, free_bytes = await asyncio.to_thread(self._look)
+        if problem is not None and self._problem is None:
+            _log.error(
+                "%s: until there is, requests are answered and all that is kept can be read, but no files, jobs, "
+                "batches or answers are kept, and jobs and batches wait",
+                problem,
+            )
+        elif problem is None and self._problem is not None:
+            _log.warning("there is room on the disk again")
+        self._problem = problem
+        self._found = {"writable": problem is None, "problem": problem, "free_bytes": free_bytes}
+        return self._found
+
+    def _look(self) -> tuple[str | None, int | None]:
+        """Return what is wrong, and the bytes that are free on the home's disk. Blocks."""
+        try:
+            free_bytes = shutil.disk_usage(self._home).free
+        except OSError as error:
+            return f"the home cannot be read: {error.strerror or error}", None
+        try:
+            self._store.check_room()
+        except DiskFullError:
+            return "there is no room on the disk of the database", free_bytes
+        except StoreError as error:
+            _log.warning("the store: %s", error)
+            return _AWAY, free_bytes
+        return (None if free_bytes else "there is no room on the disk of the home"), free_bytes
