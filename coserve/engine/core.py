@@ -183,12 +183,9 @@ class EngineCore:
         """Queue a request; its chunks come out of `step`. Returns its name.
 
         Args:
-            adapter: a name (its newest version as of now) or `name@step`; None for the bare model.
-            arrival_s: when it came, if that was before now.
-            tenant: whose it is, for policies that share the device among tenants.
-            priority: the lowest goes first.
+            adapter: a name (its newest version as of now) or `name@step`; None for the bare model. priority: lowest first.
+            arrival_s: when it came, if that was before now. tenant: whose it is. without_jobs: no job has a step beside it.
             batch_due_s: of batch work, which runs in what requests leave over: when it should be done. It has no SLO.
-            without_jobs: no step works for a job while it runs, so that it is known what a process dies of.
 
         Raises:
             RequestError: it could never be served. AdapterError: there is no such adapter.

@@ -211,7 +211,7 @@ def test_a_server_that_was_killed_on_a_full_disk_starts_and_reads_and_says_what_
     with serving(home=disk.path) as first:
         client = first.client()
         file = client.files.create(file=("x.jsonl", b'{"text": "x"}'), purpose="fine-tune")
-        job = create(first, 200)
+        job = create(first, 50)
         first.wait_until(lambda: client.fine_tuning.jobs.retrieve(job).model_extra["coserve"]["step"] > 2)
         asked = client.responses.create(model="small", input="x", background=True, max_output_tokens=300)
         disk.fill()
