@@ -144,7 +144,7 @@ class ClusterRequests:
         found.num_tries += 1
         if found.num_tokens:
             reason = f"the node {node.name} was lost after {found.num_tokens} tokens of this answer; ask again"
-        elif found.request.batch_due_s is not None:  # whoever asks for it counts the deaths
+        elif found.request.batch_due_s is not None:  # its batch counts the deaths
             reason = f"the node {node.name} was lost before this request had a token"
         elif found.num_tries >= _MOST_TRIES:
             reason = f"{found.num_tries} nodes were lost, one after the other, before this request had a token"

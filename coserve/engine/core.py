@@ -183,8 +183,8 @@ class EngineCore:
         """Queue a request; its chunks come out of `step`. Returns its name.
 
         Args:
-            adapter: a name (its newest version as of now) or `name@step`; None for the bare model. priority: lowest first.
-            arrival_s: when it came, if that was before now. tenant: whose it is. without_jobs: no job has a step beside it.
+            adapter: a name (its newest version as of now) or `name@step`; None: the bare model. priority: lowest first.
+            arrival_s: when it came, if that was before now. tenant: its owner. without_jobs: no job steps beside it.
             batch_due_s: of batch work, which runs in what requests leave over: when it should be done. It has no SLO.
 
         Raises:

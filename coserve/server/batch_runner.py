@@ -241,7 +241,7 @@ class BatchRunner:
         await self._change(id, end, **values)
 
     def _keep(self, record: BatchRecord, results: BatchResults, name: str, field: str) -> FileRecord | None:
-        """Make one of the files, if there is anything in it; once, also if whoever waited for it before was cancelled
+        """Make one of the files, if there is anything in it; once, also if the task that waited for it before was cancelled
         meanwhile. Blocks.
         """
         if (id := getattr(self._written(record), field)) is not None:

@@ -284,7 +284,7 @@ def test_a_line_that_kills_servers_is_set_aside_at_the_next_start_and_its_batch_
         starts = 0
         while home.now(bad).status not in BATCH_OVER:
             starts += 1
-            assert starts < 9, "it goes on for ever"
+            assert starts < 9, "it dies at each start"
             dead = asyncio.Event()
 
             async def answer(request: LineRequest, dead: asyncio.Event = dead) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def test_a_line_that_kills_servers_is_set_aside_at_the_next_start_and_its_batch_
             server.start()
             over = asyncio.create_task(home.until_over(bad))
             await asyncio.wait([over, asyncio.create_task(dead.wait())], return_when=asyncio.FIRST_COMPLETED)
-            # As `kill -9` does it: nothing of the process is left, and it has said nothing. The tasks of this one go on
+            # As `kill -9` does it: nothing of the process is left, and it has said nothing. The tasks of this one run
             # until they are cancelled, but no longer reach the disk.
             survivors = home.path / "batches"
             saved = home.path / "saved"
