@@ -241,8 +241,8 @@ class BatchRunner:
         await self._change(id, end, **values)
 
     def _keep(self, record: BatchRecord, results: BatchResults, name: str, field: str) -> FileRecord | None:
-        """Make one of the files, if there is anything in it; once, also if the task that waited for it before was cancelled
-        meanwhile. Blocks.
+        """Make one of the files, if there is anything in it; once, also if the task that waited for it before was
+        cancelled meanwhile. Blocks.
         """
         if (id := getattr(self._written(record), field)) is not None:
             return self._files.find(record.tenant, id)
