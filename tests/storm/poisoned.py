@@ -8,6 +8,7 @@ record.
 import asyncio
 from collections import Counter
 from random import Random
+from typing import Any
 
 from coserve.server.batch_deaths import LineDeaths, LineKey, after_death
 from coserve.server.batch_turns import BatchTurns
@@ -56,7 +57,8 @@ class PoisonedStorm:
         tasks = [asyncio.create_task(self._ask(line)) for line in left]
         dead = asyncio.create_task(self._server.wait())
         over = asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.wait([over, dead], return_when=asyncio.FIRST_COMPLETED)
+        ends: list[asyncio.Future[Any]] = [over, dead]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in (*tasks, dead):
             task.cancel()
         await asyncio.gather(over, dead, return_exceptions=True)
