@@ -1,4 +1,4 @@
-"""The token without which Ray's processes do nothing for anybody: whoever reaches their ports could otherwise run code.
+"""The token that calls of Ray's processes need: without it, anybody who reaches their ports could run code.
 
 Ray reads its settings when it is imported, so this is done first, and imports nothing of it. They are environment
 variables (https://docs.ray.io/en/latest/ray-security/token-auth.html), which Ray's processes inherit.
@@ -52,7 +52,7 @@ def check_reach(host: str) -> None:
     """Raise ClusterError for a new cluster that other machines would reach, and that asks for no token."""
     if os.environ.get(_MODE) != "token" and not is_loopback(host):
         raise ClusterError(
-            f"whoever reaches Ray's ports could run code: a cluster at {host} needs its token, which {_MODE}="
+            f"anybody who reaches Ray's ports could run code: a cluster at {host} needs its token, which {_MODE}="
             f"{os.environ.get(_MODE, '')} turns off; leave that out, or --host"
         )
 

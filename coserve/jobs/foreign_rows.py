@@ -25,7 +25,7 @@ class ForeignRowError(Exception):
 def check_foreign_database(path: Path) -> None:
     """Raise ForeignRowError unless a file is a SQLite database of tables and indexes alone.
 
-    Views, triggers and virtual tables would run SQL of whoever wrote them, as soon as their table is read or written.
+    Views, triggers and virtual tables would run SQL of their author, as soon as their table is read or written.
     """
     try:
         connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)

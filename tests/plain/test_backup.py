@@ -330,7 +330,8 @@ def test_archives_that_grow_are_refused(tmp_path):
             run("restore", str(bad), "--home", str(tmp_path / "new"))
     with tarfile.open(archive) as old:
         manifest = json.loads(old.extractfile(MANIFEST).read())
-    for change in ({"contents": []}, {"missing": 7}, {"missing": [1]}, {"format": "1"}):
+    changes: list[dict[str, object]] = [{"contents": []}, {"missing": 7}, {"missing": [1]}, {"format": "1"}]
+    for change in changes:
         rewritten = json.dumps({**manifest, **change}).encode()
         with tarfile.open(bad, "w") as new:
             member = tarfile.TarInfo(MANIFEST)

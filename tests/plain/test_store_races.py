@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,7 @@ def test_an_upload_is_completed_or_cancelled_and_not_both(home: Home):
     for _ in range(12):
         upload = home.begin(1000)
         part = home.part(upload)
-        found = at_once(
-            lambda u=upload, p=part: home.uploads.complete(u, [p], md5=None), lambda u=upload: home.uploads.cancel(u)
-        )
+        found = at_once(partial(home.uploads.complete, upload, [part], md5=None), partial(home.uploads.cancel, upload))
         assert len(errors(found)) == 1
         ends[status_of(home.now(upload))] += 1
     assert ends["completed"] + ends["cancelled"] == 12
@@ -176,8 +175,8 @@ def test_a_job_does_not_begin_with_an_adapter_that_is_deleted_at_this_moment(hom
         start = AdapterRef(name=made.name, directory=str(directory))
         follower = _again(made, start={"name": start.name, "directory": start.directory})
         found = at_once(
-            lambda r=follower: home.transitions.add(r),
-            lambda name=made.name: home.transitions.delete_adapter(TENANT, name, is_live=False),
+            partial(home.transitions.add, follower),
+            partial(home.transitions.delete_adapter, TENANT, made.name, is_live=False),
         )
         assert len(errors(found)) == 1, "either the job needs it, or it is gone"
         assert (home.transitions.find(TENANT, follower.id) is not None) == directory.exists()
@@ -187,9 +186,7 @@ def test_a_file_is_gone_or_whole_for_a_job_that_is_created_as_it_is_deleted(home
     for _ in range(6):
         file = home.upload()
         record = _again(home.job(status="cancelled", finished_at=1), training_file=file.id)
-        added, deleted = at_once(
-            lambda r=record: home.transitions.add(r), lambda id=file.id: home.files.delete(TENANT, id)
-        )
+        added, deleted = at_once(partial(home.transitions.add, record), partial(home.files.delete, TENANT, file.id))
         assert deleted is True and (added is None or isinstance(added, JobError))
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,11 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
         await asyncio.wait_for(test(), 60)
 
     asyncio.run(limited())
+
+
+def has_completed_one(server: BatchRunner, batch: BatchRecord) -> bool:
+    """Return whether one line of a batch that is under way has been answered."""
+    return server.live(batch).num_completed == 1
 
 
 async def until(question: Callable[[], bool]) -> None:
@@ -325,7 +331,7 @@ def test_lines_under_way_when_a_server_ends_in_good_order_are_charged_with_nothi
         for _ in range(4):
             server = home.runner(only_a)
             server.start()
-            await until(lambda server=server: server.live(batch).num_completed == 1)
+            await until(partial(has_completed_one, server, batch))
             await server.close()
         suspects = []
 

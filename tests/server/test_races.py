@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_what_is_deleted_is_deleted_once(caller: Caller):
         f"/v1/responses/{caller.made('/v1/responses', json=given)}",
         f"/v1/conversations/{caller.made('/v1/conversations', json={})}",
     ):
-        statuses = caller.at_once(*[lambda path=path: caller.call("DELETE", path) for _ in range(NUM_AT_ONCE)])
+        statuses = caller.at_once(*[partial(caller.call, "DELETE", path) for _ in range(NUM_AT_ONCE)])
         assert statuses == {200: 1, 404: NUM_AT_ONCE - 1}, path
 
 
@@ -105,7 +106,7 @@ def test_a_file_that_is_read_while_it_is_deleted_is_whole_or_not_there(caller: C
             read.append(caller.call("GET", f"{path}/content"))
             return read[-1]
 
-        caller.at_once(*[get] * NUM_AT_ONCE, lambda path=path: caller.call("DELETE", path))
+        caller.at_once(*[get] * NUM_AT_ONCE, partial(caller.call, "DELETE", path))
         assert all(each.status_code == 404 or each.content == content for each in read)
 
 
@@ -114,9 +115,9 @@ def test_a_conversation_that_is_deleted_takes_nothing_more(caller: Caller):
     for _ in range(4):
         path = f"/v1/conversations/{caller.made('/v1/conversations', json={})}"
         statuses = caller.at_once(
-            *[lambda path=path: caller.call("POST", f"{path}/items", json={"items": [item]}) for _ in range(6)],
-            *[lambda path=path: caller.call("POST", path, json={"metadata": {"k": "v"}}) for _ in range(6)],
-            lambda path=path: caller.call("DELETE", path),
+            *[partial(caller.call, "POST", f"{path}/items", json={"items": [item]}) for _ in range(6)],
+            *[partial(caller.call, "POST", path, json={"metadata": {"k": "v"}}) for _ in range(6)],
+            partial(caller.call, "DELETE", path),
         )
         assert statuses.keys() <= {200, 404}
         assert caller.call("GET", path).status_code == 404

@@ -91,7 +91,7 @@ def _fields_of(state: bytes) -> dict[str, Any]:
 def _check_blocks(name: str, fields: dict[str, Any], num_blocks: int, num_values: int) -> None:
     """Raise WeightsError unless blocks of this size are as many as the values need: they are laid out in memory."""
     size = fields.get(name)
-    if not is_whole(size, 1) or num_blocks != -(-num_values // size):
+    if not isinstance(size, int) or not is_whole(size, 1) or num_blocks != -(-num_values // size):
         raise WeightsError(
             f"4 bits of bitsandbytes with {num_blocks} blocks of {name} {size!r} for {num_values} values"
         )
