@@ -1,4 +1,4 @@
-"""What a directory of PEFT's holds of embeddings and head beside what is trained (see `frozen_weights`).
+"""Embeddings and head that a directory of PEFT's holds beside what is trained (see `frozen_weights`).
 
 PEFT names such a weight by the wrappers that it has put around the module, and may write it more than once.
 """

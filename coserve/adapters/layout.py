@@ -1,4 +1,4 @@
-"""What the tensors of an adapter are, and where they are used, known before there are any."""
+"""The names, shapes and places of an adapter's tensors, known before there are any."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

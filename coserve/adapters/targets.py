@@ -1,4 +1,4 @@
-"""Which modules an adapter sits at: PEFT's rules for target patterns, on the layers of a model.
+"""The modules that an adapter sits at: PEFT's rules for target patterns, on the layers of a model.
 
 Source: the meaning of `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern`, `rank_pattern`
 and `alpha_pattern` in https://huggingface.co/docs/peft/package_reference/lora.

@@ -1,4 +1,4 @@
-"""How a server's start looks: bars in a terminal, otherwise lines of the log."""
+"""The view of a server's start: bars in a terminal, otherwise lines of the log."""
 
 import logging
 import sys

@@ -29,7 +29,7 @@ class DeviceGrammars:
         self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
 
     def use(self, vocabulary: Vocabulary) -> None:
-        """See `SetVocabulary`."""
+        """Carry out `SetVocabulary`."""
         if self._compiler is None or self._compiler.vocabulary != vocabulary:
             compiler = GrammarCompiler(vocabulary)
             with self._lock:
@@ -43,11 +43,11 @@ class DeviceGrammars:
                 before.close()
 
     def open(self, grammar: Grammar) -> int:
-        """See `OpenGrammar`; returns the bytes that it takes."""
+        """Carry out `OpenGrammar`, and return the bytes that the grammar takes."""
         return self._opened(grammar)[1]
 
     def close(self, grammar: Grammar) -> None:
-        """See `CloseGrammar`."""
+        """Carry out `CloseGrammar`."""
         with self._lock:
             self._compiled.pop(grammar, None)
             checker = None if self._compiled else self._checker

@@ -22,7 +22,7 @@ _REASONS = {
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What came of a grammar."""
+    """The outcome of a grammar's check."""
 
     # Bytes that it takes compiled; 0 if it is refused.
     num_bytes: int = 0

@@ -231,14 +231,14 @@ class VersionOpened(msgspec.Struct, tag=True, frozen=True):
 
 
 class DeviceMeasured(msgspec.Struct, tag=True, frozen=True):
-    """How far the measurement of a device is."""
+    """Progress of the measurement of a device."""
 
     done: int
     """Finished measurements."""
     total: int
     """About how many there are."""
     profile: Profile | None = None
-    """What was measured; None until the last piece has run."""
+    """The measured profile; None until the last piece has run."""
 
 
 class GrammarOpened(msgspec.Struct, tag=True, frozen=True):

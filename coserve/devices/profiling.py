@@ -37,7 +37,7 @@ Measurement = Generator[None, None, Profile]
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How thoroughly a device is measured."""
+    """Thoroughness with which a device is measured."""
 
     forward_rows: tuple[int, ...]
     backward_rows: tuple[int, ...]

@@ -12,7 +12,7 @@ class Calibration:
     def __init__(self, device: Device, latency: LatencyModel, default_slo: DefaultSlo) -> None:
         self._device, self._latency, self._default_slo = device, latency, default_slo
         self.is_provisional = device.info.is_provisional
-        """Whether predictions still rest on a quick and cautious profile."""
+        """Return whether predictions still rest on a quick and cautious profile."""
 
     def run_piece(self) -> tuple[int, int]:
         """Run one more piece of the device's measurement; only while it is provisional, and between two steps.

@@ -35,7 +35,7 @@ JOB_FILES = (POSITION_FILE, OPTIMIZER_FILE)
 
 @dataclass(frozen=True, kw_only=True)
 class JobPosition:
-    """How far a job had come, in whole optimizer steps; ValueError for numbers that no job has.
+    """Position of a job, in whole optimizer steps; ValueError for numbers that no job has.
 
     evaluated: whether the validation set has been measured after the last of them, where that was due. num_bad_steps:
     steps in a row whose gradient was not finite. num_steps, num_examples, num_tokens: of the whole job and its data, so

@@ -49,7 +49,7 @@ class RequestQueue:
         return self._num_batch > 0
 
     def excludes_jobs(self, admitted: Collection[str] = ()) -> bool:
-        """Whether a request runs, or is one of those to be admitted, beside which no job may have a step."""
+        """Return whether a request runs, or is one of those to be admitted, beside which no job may have a step."""
         if not self._num_batch:
             return False
         begin = [self.waiting[id] for id in admitted if id in self.waiting]

@@ -31,7 +31,7 @@ class Restored:
 
 
 class _Content(msgspec.Struct, frozen=True, kw_only=True):
-    """What the manifest says of a file in the archive."""
+    """An entry of the manifest about a file in the archive."""
 
     sha256: str
 

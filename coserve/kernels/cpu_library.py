@@ -58,7 +58,7 @@ class Variant:
 
     name: str
     flags: tuple[str, ...]
-    """What the compiler is told beside `FLAGS`."""
+    """Flags of the compiler beside `FLAGS`."""
     features: frozenset[str]
     """Names in the line of flags of /proc/cpuinfo that a processor must have."""
 

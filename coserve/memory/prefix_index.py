@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class PrefixOwner(NamedTuple):
-    """Who may share a prefix.
+    """The group of requests that may share a prefix.
 
     Attributes:
         version: What the keys and values were computed with: an adapter version, and a salt that a request brings.

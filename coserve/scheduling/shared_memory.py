@@ -1,4 +1,4 @@
-"""Who gets pages and slots where several tenants have work: each has a share, and may use what others do not need.
+"""Division of pages and slots among tenants: each has a share, and may use what others do not need.
 
 A tenant is richer than another if it holds more pages, or slots, in proportion to its share. Who needs a page or a slot
 takes it from a richer tenant, as long as that stays the richer one: first packs of its jobs, then its youngest request.

@@ -31,7 +31,7 @@ class TenantTimes:
 
     @property
     def are_shared(self) -> bool:
-        """Whether there is more than one tenant."""
+        """Return whether there is more than one tenant."""
         return len(self._used_s) > 1
 
     def used_s(self, tenant: str) -> float:

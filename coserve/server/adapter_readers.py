@@ -1,4 +1,4 @@
-"""What reads and writes the texts of adapters that have tokens of their own; see `adapter_vocabulary`."""
+"""Readers and writers of the texts of adapters that have tokens of their own; see `adapter_vocabulary`."""
 
 from collections import OrderedDict
 from functools import cached_property

@@ -61,7 +61,7 @@ class Merging:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an adapter is being merged now."""
+        """Return whether an adapter is being merged now."""
         return self._lock.locked()
 
     async def merge(self, model: str, adapter: Path, directory: Path) -> None:

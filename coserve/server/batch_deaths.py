@@ -33,12 +33,12 @@ class LineDeaths:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the line runs apart from all lines that are not suspects."""
+        """Return whether the line runs apart from all lines that are not suspects."""
         return self.num >= _NUM_DEATHS_TO_SUSPECT
 
     @property
     def is_guilty(self) -> bool:
-        """Whether the line is set aside: a process died of it while no other line was under way, as a suspect."""
+        """Return whether the line is set aside: a process died of it while no other line was under way, as a suspect."""
         return self.num > _NUM_DEATHS_TO_SUSPECT and self.num_lines == 1
 
     @property

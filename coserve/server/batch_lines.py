@@ -32,7 +32,7 @@ class LineRequest:
     body: Any
     tenant: str
     due_s: float
-    """When it should be done, by the engine's clock."""
+    """Time by which it should be done, by the engine's clock."""
     is_suspect: bool
     """Whether a process may have died of it, so that it runs beside no other batch work and no job."""
 
@@ -113,7 +113,7 @@ def _as_api_error(error: Exception, record: BatchRecord) -> ApiError:
 
 
 def _is_lost(error: ApiError) -> bool:
-    """Whether the engine died after the request had been sent to it: before that, EngineGoneError comes as it is."""
+    """Return whether the engine died after the request had been sent to it: before that, EngineGoneError comes as it is."""
     return isinstance(error.__cause__, EngineGoneError)
 
 

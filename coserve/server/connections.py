@@ -139,7 +139,7 @@ class HttpProtocol(H11Protocol):
 
     @property
     def _is_unwanted(self) -> bool:
-        """Whether what comes belongs to a request that has been answered, or to none that will be."""
+        """Return whether what comes belongs to a request that has been answered, or to none that will be."""
         return self._is_ending or (
             self.cycle is not None and self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY
         )

@@ -52,7 +52,7 @@ class InputItem(Body):
 
 
 class ReasoningBody(OpenBody):
-    """How much the model thinks, and whether the answer shows it; beside OpenAI's fields are OpenRouter's."""
+    """Settings of a model's reasoning and of whether the answer shows it; beside OpenAI's fields are OpenRouter's."""
 
     effort: str | None = None
     enabled: bool | None = None

@@ -1,4 +1,4 @@
-"""Which servers this user runs on this machine: each leaves a file with its URL, which commands read.
+"""Servers that this user runs on this machine: each leaves a file with its URL, which commands read.
 
 A file is locked for as long as its server lives, so that one that a killed server has left is recognised and removed.
 The directory and its files are closed to other users, and those of other users are not read: a command may send its API

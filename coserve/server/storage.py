@@ -1,4 +1,4 @@
-"""Whether files, jobs, batches and answers can be written down now, as the log and /v1/status say it."""
+"""State of the disk under files, jobs, batches and answers, as the log and /v1/status tell it."""
 
 import asyncio
 import logging

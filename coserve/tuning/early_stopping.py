@@ -13,7 +13,7 @@ TOKEN_ACCURACY = "token_accuracy"
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """When a job ends before its last step; ValueError names the field and its range."""
+    """Rule by which a job ends before its last step; ValueError names the field and its range."""
 
     # Evaluations in a row without improvement that end the job.
     patience: int = 3

@@ -31,7 +31,7 @@ _NUM_FORMS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class MessageForm:
-    """How a chat template takes messages."""
+    """The form in which a chat template takes messages."""
 
     # The content is a list of parts of type text; a template fails on text, or leaves it out.
     content_as_parts: bool = False

@@ -25,7 +25,7 @@ class EngineAccess(JobEngine, Protocol):
 
     @property
     def start_progress(self) -> StartProgress | None:
-        """What an engine that is starting does now; None if that is not known, or none is starting."""
+        """Return the stage of an engine that is starting; None if that is not known, or none is starting."""
         ...
 
     @property

@@ -122,7 +122,7 @@ class EngineLink:
         self._listeners: list[EngineListener] = []
         self._ready: Ready | None = None
         self.start_progress: StartProgress | None = None
-        """What an engine that is starting does now; None before it has told, and once it is ready."""
+        """Return the stage of an engine that is starting; None before it has told, and once it is ready."""
         self._streams: dict[str, RequestStream] = {}
         self._stopped: set[tuple[str, int]] = set()  # sequences whose end the engine has not reported yet
         self._calls: dict[int, asyncio.Future[None]] = {}

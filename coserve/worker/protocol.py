@@ -180,10 +180,10 @@ Command = (
 
 
 class StartProgress(msgspec.Struct, tag=True, frozen=True):
-    """How far a start is."""
+    """Progress of a start."""
 
     stage: str
-    """What is being done, such as "loading weights"."""
+    """The stage, such as "loading weights"."""
     done: int
     total: int
     """Parts of the stage; 0 if that is not known."""

@@ -1,4 +1,4 @@
-"""When an engine measures its device: between steps, while no request has been there for a moment."""
+"""Schedule of an engine's measurement of its device: between steps, while no request has been there for a moment."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What changes where an adapter has rows of its own for some tokens: in the embeddings, and in the head."""
+"""Operators of adapters that have rows of their own for some tokens, in the embeddings and in the head."""
 
 from collections.abc import Collection, Mapping
 from functools import lru_cache

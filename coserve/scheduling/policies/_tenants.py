@@ -43,7 +43,7 @@ _PACK_STRETCH = 2.0
 
 
 class _SharedPolicy(Protocol):
-    """What a policy says itself."""
+    """Return the policy's own choice."""
 
     @property
     def batch_share(self) -> float: ...
