@@ -1,4 +1,5 @@
-"""The ways in which a LoRA changes embeddings and head of a model: as targets, as whole modules, or for some tokens; tied or not.
+"""The ways in which a LoRA changes embeddings and head of a model: as targets, as whole modules, or for some tokens,
+tied or not.
 
 Source: the meaning of `ensure_weight_tying` and `trainable_token_indices` in
 https://huggingface.co/docs/peft/package_reference/lora.

@@ -38,7 +38,7 @@ class LineDeaths:
 
     @property
     def is_guilty(self) -> bool:
-        """Return whether the line is set aside: a process died of it while no other line was under way, as a suspect."""
+        """Return whether the line is set aside: a process died while it ran alone, as a suspect."""
         return self.num > _NUM_DEATHS_TO_SUSPECT and self.num_lines == 1
 
     @property

@@ -113,7 +113,7 @@ def _as_api_error(error: Exception, record: BatchRecord) -> ApiError:
 
 
 def _is_lost(error: ApiError) -> bool:
-    """Return whether the engine died after the request had been sent to it: before that, EngineGoneError comes as it is."""
+    """Return whether the engine died after the request was sent; before that, EngineGoneError comes as it is."""
     return isinstance(error.__cause__, EngineGoneError)
 
 

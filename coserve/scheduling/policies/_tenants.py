@@ -43,7 +43,7 @@ _PACK_STRETCH = 2.0
 
 
 class _SharedPolicy(Protocol):
-    """Return the policy's own choice."""
+    """The part of a policy that the shares of tenants build on."""
 
     @property
     def batch_share(self) -> float: ...
