@@ -101,6 +101,7 @@ class Served:
         """max_files: that the server's process may have open. before: Python that it runs first."""
         self._clients: dict[str, OpenAI] = {}
         self.home = home or Path(mkdtemp(prefix="coserve-home-"))
+        self.home.mkdir(parents=True, exist_ok=True)
         # Of its own, so that a test sees what this server leaves over, and no other one's.
         self.temporary = Path(mkdtemp(prefix="coserve-tmp-"))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "TMPDIR": str(self.temporary)}

@@ -11,9 +11,9 @@ from coserve.server.prompts import Prompts
 class PublicPrefixes:
     """The tokens of public prompts. A file holds a system prompt, or the beginning of a text: both are looked for."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[str | Path]) -> None:
         """Read the files; CoserveError if one cannot be read."""
-        self._texts = [_read(path) for path in paths]
+        self._texts = [_read(Path(path)) for path in paths]
         self._prefixes: list[list[int]] = []
 
     async def load(self, prompts: Prompts) -> None:

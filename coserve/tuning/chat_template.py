@@ -32,7 +32,7 @@ class ChatTemplate:
         try:
             template: str = self._tokenizer.get_chat_template(None, tools)
         except ValueError as error:  # there is none, or none of this name
-            raise DataError(" ".join(str(error).split())) from None
+            raise _refused(error) from None
         return template
 
     def is_marked(self, tools: Any = None) -> bool:

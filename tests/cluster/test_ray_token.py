@@ -8,12 +8,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
+import pytest
 from cluster.ray_world import free_port
 
 from coserve.cluster.ray_token import TOKEN_FILE
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'"),
+]
 
 ASK = """
 import sys
@@ -88,6 +95,7 @@ def test_nobody_without_the_token_can_have_it_do_anything(tmp_path: Path):
     port = free_port()
     address = f"127.0.0.1:{port}"
     first, second = tmp_path / "first", tmp_path / "second"
+    second.mkdir()
     with cluster(tmp_path, port) as (line, url):
         path = first / TOKEN_FILE
         assert re.search(rf"coserve cluster up --address {address}, and the token in {path}$", line)

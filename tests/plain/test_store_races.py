@@ -199,7 +199,7 @@ def test_results_of_a_job_whose_end_cannot_be_recorded_leave_no_blob(home: Home,
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("coserve.jobs.transitions.adapter_of", fail)
+        patched.setattr("coserve.jobs.outcome.adapter_of", fail)
         for _ in range(3):
             with pytest.raises(OSError, match="No space"):
                 home.transitions.end(job.id, "succeeded")

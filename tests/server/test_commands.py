@@ -204,11 +204,11 @@ def test_bad_examples_are_named_and_a_job_that_is_not_there_is_said(coserve, tmp
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n{"prompt": 4}\n')
     status, out, err = coserve("tune", str(path), "--json")
-    assert status == 1 and "line 2" in err and err.count("\n") == 1, err
+    assert status == 1 and "lines 2 and 3: prompt must be a string" in err and err.count("\n") == 1, err
     ended = json.loads(out.splitlines()[-1])
     assert ended["status"] == "failed"
     [listed] = [line for line in coserve("jobs")[1].splitlines() if ended["job"] in line]
-    assert "line 2: " in listed and "…" in listed, "one line, whatever went wrong"
+    assert "lines 2 and 3: prompt must be a string" in listed, "one line, whatever went wrong"
     status, _, err = coserve("jobs", "show", "ftjob-nothing")
     assert status == 1 and "ftjob-nothing" in err and err.count("\n") == 1
 

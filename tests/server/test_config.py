@@ -37,7 +37,8 @@ def test_options_are_the_fields_of_the_configuration_in_groups():
         "--max-requests --max-queued-requests --max-adapters --max-running-jobs --job-timeout --trainable-model "
         "--weight-window --role --prefill-socket --prefill-min-tokens",
         "Tenants": "--api-key --api-keys-file --operator --tenant-max-requests --tenant-tokens-per-minute "
-        "--tenant-max-jobs --tenant-max-running-jobs --tenant-max-files --tenant-max-batches --allow-adapter-paths",
+        "--tenant-max-jobs --tenant-max-running-jobs --tenant-max-files --tenant-max-batches "
+        "--tenant-weight --share-prefixes --public-prefix --allow-adapter-paths",
         "HTTP": "--host --port --ssl-certfile --ssl-keyfile --allowed-hosts --cors-origin --root-path "
         "--max-connections --max-body --max-upload --timeout-headers --timeout-body --timeout-keep-alive "
         "--unknown-fields --request-timeout",

@@ -89,4 +89,4 @@ def test_cached_tokens_tell_a_tenant_nothing_of_the_prompts_of_others(tmp_path: 
 def test_prefixes_are_shared_among_tenants_where_the_operator_says_so():
     with serving("--api-key", "ann=secret-1", "--api-key", "ben=secret-2", "--share-prefixes") as served:
         assert num_cached(served, "secret-1") == 0
-        assert num_cached(served, "secret-2") > 100
+        assert num_cached(served, "secret-2") == num_cached(served, "secret-1") > 0

@@ -30,7 +30,8 @@ EVIL = [
 
 
 def modules(family: str = "llama") -> list[str]:
-    return list(make_backbone(family).architecture.linear_sites)
+    """Modules that a LoRA may sit at: linear ones, and the embeddings."""
+    return list(LoraConfig().can_be_targets(make_backbone(family).architecture))
 
 
 def chosen(**lora: object) -> set[str]:
