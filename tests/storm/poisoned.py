@@ -1,5 +1,8 @@
 """Storms of batches with poisoned lines: engines and servers die of them, and are killed by others now and then.
 
+Other lines bring a grammar that crashes the sandbox it is tried in: no process of the server dies of these, and they
+are refused.
+
 Seeded, without a clock: the rule and the turns are the real ones (`batch_deaths`, `batch_turns`), a process is a few
 lines that say who was with it when it died. A server that dies takes all turns with it; the next one knows what was on
 record.
@@ -25,6 +28,8 @@ class PoisonedStorm:
         self.lines: list[LineKey] = [(f"batch {rng.randrange(5)}", str(number)) for number in range(num_lines)]
         self.kills_engine = set(rng.sample(self.lines, rng.randrange(min(num_lines, 4) + 1)))
         self.kills_server = set(rng.sample(self.lines, rng.randrange(min(num_lines, 3) + 1)))
+        harmless = [line for line in self.lines if line not in self.kills_engine | self.kills_server]
+        self.crashes_sandbox = set(rng.sample(harmless, rng.randrange(min(len(harmless), 20) + 1)))
         self._outside_rate = rng.choice((0.0, 0.001))
         self.ends: dict[LineKey, str] = {}
         self.counts: Counter[str] = Counter()
@@ -40,13 +45,17 @@ class PoisonedStorm:
             if len(self.ends) == len(self.lines):
                 break
             await self._serve()
-        innocent = set(self.lines) - self.kills_engine - self.kills_server
         for line in self.lines:
-            end = self.ends.get(line, "never ended")
-            expected = "answered" if line in innocent else "set aside"
+            end, expected = self.ends.get(line, "never ended"), self._expected_end(line)
             if end != expected and not (line in self._excused and end == "set aside"):
                 self.broken.append(f"{line} {end}, not {expected}")
         self.counts |= Counter(self.ends.values())
+
+    def _expected_end(self, line: LineKey) -> str:
+        """Return how a line ends unless somebody kills processes that it is with."""
+        if line in self.crashes_sandbox:
+            return "refused"
+        return "set aside" if line in self.kills_engine | self.kills_server else "answered"
 
     async def _serve(self) -> None:
         self.counts["servers"] += 1
@@ -81,7 +90,7 @@ class PoisonedStorm:
                     self._engine_dies("engine deaths")
                 self._with_it.pop(line, None)
                 if not lost.done():
-                    self.ends[line] = "answered"
+                    self.ends[line] = "refused" if line in self.crashes_sandbox else "answered"
                     return
                 self._recorded[line] = deaths = self._turns.died(line)
                 if deaths.is_guilty:

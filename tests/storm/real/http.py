@@ -44,11 +44,11 @@ class Answer:
         return [event.removeprefix("data: ") for event in self.body.decode().split("\n\n") if event]
 
 
-def upload(content: bytes, filename: str = "data.jsonl") -> Request:
-    """Of a file for fine-tuning."""
+def upload(content: bytes, *, purpose: str = "fine-tune", filename: str = "data.jsonl") -> Request:
+    """Return the upload of a file."""
     mark = "storm-boundary"
     head = (
-        f'--{mark}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
+        f'--{mark}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n{purpose}\r\n'
         f'--{mark}\r\nContent-Disposition: form-data; name="file"; filename="{filename}"\r\n'
         "Content-Type: application/octet-stream\r\n\r\n"
     )

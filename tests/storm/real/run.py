@@ -16,7 +16,7 @@ import pytest
 from job_data import adapter_in, distance
 from served import model_directory
 from small_disk import SmallDisk, small_disk
-from storm.real import clients, faults, work
+from storm.real import batches, clients, faults, work
 from storm.real.http import Request
 from storm.real.references import references
 from storm.real.server import Resources, StormServer, until_gone
@@ -27,7 +27,7 @@ _OPTIONS = (
     *("--engine-timeout", f"{faults.ENGINE_TIMEOUT_S}s"),
     *("--timeout-headers", f"{clients.SLOW_HEAD_S}s", "--timeout-body", f"{clients.SLOW_HEAD_S}s"),
 )
-_NUM_RUDE, _NUM_STRUCTURED, _NUM_FILES = 16, 4, 4
+_NUM_RUDE, _NUM_STRUCTURED, _NUM_FILES, _NUM_BATCHES = 16, 4, 4, 3
 # For what had begun when the storm was over.
 _CALM_S = 240.0
 # What may differ between an idle server after the storm and one that has just started: pools of threads that filled,
@@ -72,6 +72,7 @@ async def _storm(settings: Settings, directory: Path, disk: SmallDisk | None) ->
         *(clients.structured(world, number) for number in range(_NUM_STRUCTURED)),
         *(work.jobs(world, number) for number in range(settings.num_jobs)),
         *(work.files(world, number) for number in range(_NUM_FILES)),
+        *(batches.batches(world, number) for number in range(_NUM_BATCHES)),
         *(work.adapters(world), clients.health(world), faults.faults(world), _end_of_storm(world)),
     ]
     await _all(rage)
@@ -111,17 +112,19 @@ async def _all(actors: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _calm(world: World) -> None:
-    """No fault any more: every job comes to its end."""
+    """No fault any more: every job and every batch comes to its end."""
     until_s = time.monotonic() + _CALM_S
     while time.monotonic() < until_s:
         waiting = [job for job in await _listed(world) if job["status"] not in work.OVER]
-        if not waiting:
+        unfinished = await batches.unfinished(world)
+        if not waiting and not unfinished:
             return
         for job in waiting:
             if job["status"] == "paused":
                 await world.ask(Request(path=f"/v1/fine_tuning/jobs/{job['id']}/resume"))
         await asyncio.sleep(0.5)
-    world.check(False, f"{len(waiting)} jobs did not come to their end in {_CALM_S:.0f} s: {waiting[:2]}")
+    world.check(not waiting, f"{len(waiting)} jobs did not come to their end in {_CALM_S:.0f} s: {waiting[:2]}")
+    world.check(not unfinished, f"batches did not come to their end in {_CALM_S:.0f} s: {unfinished[:2]}")
 
 
 async def _listed(world: World) -> list[Any]:
@@ -153,6 +156,7 @@ async def _look(world: World) -> None:
             world.check(job["id"] in world.cancelled, f"nobody cancelled job {job['id']}")
         else:
             _look_at_failed(world, job)
+    await batches.look(world)
     for recipe in world.recipes:
         answer = await work.load(world, recipe)
         world.check(answer is not None and answer.status in (200, 400), f"no adapter can be loaded: {answer}")
@@ -236,6 +240,7 @@ def _report(world: World, calm_s: float, fresh: list[Resources]) -> dict[str, An
         "streams": world.settings.num_streams,
         "jobs": world.settings.num_jobs,
         "starts": world.server.num_starts,
+        "deadly_requests": world.server.num_deadly_requests,
         "counts": dict(sorted(world.counts.items())),
         "health_s": {name: _quantile(taken, q) for name, q in (("p50", 0.5), ("p99", 0.99), ("most", 1.0))},
         "recovery_s": {

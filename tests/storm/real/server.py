@@ -16,8 +16,9 @@ from pathlib import Path
 
 from processes import children_of, is_alive, is_sandbox
 
-# What makes Python's time of day settable; the monotonic clock cannot jump, here as anywhere.
-_CLOCK = Path(__file__).with_name("clock")
+# Modules that make Python's time of day settable (the monotonic clock cannot jump, here as anywhere), and a prompt
+# deadly.
+_SEAMS = Path(__file__).with_name("seams")
 _START_S, _END_S = 120.0, 90.0
 
 
@@ -37,6 +38,7 @@ class StormServer:
         """directory: for its log, its temporary files and its clock."""
         self.home, self.log = home, directory / "server.log"
         self.temporary, self._clock = directory / "tmp", directory / "clock"
+        self._deaths, self._servers = directory / "deaths", directory / "servers"
         self.temporary.mkdir()
         home.mkdir(mode=0o700)
         self.port = _free_port()
@@ -102,10 +104,23 @@ class StormServer:
         return status
 
     def _env(self) -> dict[str, str]:
-        env = {**os.environ, "NO_COLOR": "1", "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
         self.set_clock(0)
-        path = os.pathsep.join([str(_CLOCK), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return {**env, "PYTHONPATH": path, "STORM_CLOCK": str(self._clock)}
+        path = os.pathsep.join([str(_SEAMS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {
+            **os.environ,
+            "NO_COLOR": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": path,
+            "TMPDIR": str(self.temporary),
+            "COSERVE_RUN_DIR": str(self._servers),
+            "STORM_CLOCK": str(self._clock),
+            "STORM_DEATHS": str(self._deaths),
+        }
+
+    @property
+    def num_deadly_requests(self) -> int:
+        """Number of engines that have crashed as they took in the deadly prompt."""
+        return self._deaths.stat().st_size if self._deaths.exists() else 0
 
     def set_clock(self, offset_s: int) -> None:
         """What its processes take for the time of day."""

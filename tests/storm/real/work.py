@@ -15,7 +15,7 @@ async def jobs(world: World, number: int) -> None:
     rng = world.rng(f"jobs {number}")
     while not world.is_finished:
         recipe = rng.choice(world.recipes)
-        file = await _upload(world, recipe.data)
+        file = await acknowledged_upload(world, recipe.data)
         if file is None:
             continue
         body = {**recipe.body, "training_file": file, "suffix": recipe.name}
@@ -61,7 +61,7 @@ async def files(world: World, number: int) -> None:
     while not world.is_finished:
         if not mine or rng.random() < 0.5:
             lines = (json.dumps({"text": rng.randbytes(40).hex()}) for _ in range(rng.choice((1, 10, 1000))))
-            file = await _upload(world, "\n".join(lines).encode())
+            file = await acknowledged_upload(world, "\n".join(lines).encode())
             mine += [] if file is None else [file]
         elif rng.random() < 0.6 and len(mine) < 40:
             await check_file(world, rng.choice(mine))
@@ -90,9 +90,9 @@ async def check_file(world: World, file: str) -> None:
     world.counts["files read"] += 1
 
 
-async def _upload(world: World, content: bytes) -> str | None:
-    """Its id; None where it was not acknowledged."""
-    answer = await world.ask(upload(content))
+async def acknowledged_upload(world: World, content: bytes, *, purpose: str = "fine-tune") -> str | None:
+    """Return the id of a new file; None where it was not acknowledged."""
+    answer = await world.ask(upload(content, purpose=purpose))
     if answer is None or answer.status in (503, 507):
         world.counts["uploads refused or lost"] += 1
         await asyncio.sleep(0.5)

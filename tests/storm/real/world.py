@@ -66,6 +66,8 @@ class World:
     # Ids of jobs that were acknowledged, and their recipes; of those that somebody asked to cancel.
     jobs: dict[str, Recipe] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
+    batches: dict[str, Mapping[str, str | None]] = field(default_factory=dict)
+    """Ids of batches that were acknowledged, and by custom_id the right text of each line; None: the line is deadly."""
     idle: list[Resources] = field(default_factory=list)
     # From its undisturbed adapter, of all jobs' parameters.
     farthest: float = 0.0

@@ -1,7 +1,11 @@
-"""Imported by Python as it starts: the time of day is as many seconds from the real one as a file says."""
+"""Imported by Python as it starts: the time of day is as many seconds from the real one as a file says, and one prompt
+is deadly.
+"""
 
 import os
 import time
+
+import deadly_requests  # type: ignore[import-not-found]  # beside this file
 
 _real, _real_ns, _path = time.time, time.time_ns, os.environ["STORM_CLOCK"]
 
@@ -16,3 +20,4 @@ def _offset_s() -> int:
 
 time.time = lambda: _real() + _offset_s()
 time.time_ns = lambda: _real_ns() + _offset_s() * 10**9
+deadly_requests.install()
