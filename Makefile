@@ -62,9 +62,10 @@ test-clients: setup  ## Real clients, in Python and Node, each in an environment
 	COSERVE_ALL_CLIENTS=$(ALL) $(BIN)/python -m pytest -m clients -rs tests/clients
 	$(BIN)/python scripts/clients_table.py
 
-# How many calls in all, give or take; .ci/run makes a few hundred of the same.
+# How many calls in all, give or take a tenth; .ci/run makes a few hundred of the same. The last line counts calls, statuses
+# and deaths.
 CALLS ?= 10000
-fuzz: setup  ## Call every route with right and wrong values; fails on an answer of 500 or more, or on none
+fuzz: setup  ## Call every route with right and wrong values and grammars; fails on an answer of 500 or more, on none, or on a death
 	COSERVE_FUZZ_CALLS=$(CALLS) $(BIN)/python -m pytest --capture=sys tests/server/test_schema.py tests/server/test_grammar_fuzz.py
 
 # Minutes of each kind, and the seed to begin with; the tests run some seconds of the first.

@@ -2,11 +2,17 @@
 
 from collections.abc import Iterator
 
+import fuzzing
 import pytest
 from front_server import AS_FRONT
 from lengths import long_but
 from openai import OpenAI
 from served import Served, adapter_root, serving
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if fuzzing.NUM_CALLS:
+        terminalreporter.write_line(fuzzing.summary())
 
 
 @pytest.fixture(scope="session")

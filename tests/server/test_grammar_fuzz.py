@@ -5,10 +5,10 @@ well.
 """
 
 import json
-import os
 from collections.abc import Callable
 from typing import Any
 
+import fuzzing
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,15 +17,14 @@ from served import Served
 
 pytestmark = pytest.mark.long
 
-_NUM_CALLS = int(os.environ.get("COSERVE_FUZZ_CALLS", "0"))
 # A tenth of all calls, by kind.
-_NUM_EXAMPLES = max(25, _NUM_CALLS // 10 // 5)
+_NUM_EXAMPLES = max(25, fuzzing.NUM_CALLS // 10 // fuzzing.NUM_ROUNDS // 5)
 _SETTINGS = settings(
     max_examples=_NUM_EXAMPLES,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     database=None,
-    derandomize=not _NUM_CALLS,
+    derandomize=not fuzzing.NUM_CALLS,
 )
 _NAMES = st.sampled_from([f"d{number}" for number in range(8)])
 _REFERENCES = st.one_of(
@@ -133,6 +132,7 @@ def _never_fails(connection: httpx.Client, asked: dict[str, Any], statuses: list
     body = {"model": "small", "prompt": "x", "max_tokens": 12, "temperature": 1.5, **asked}
     answer = connection.post("/v1/completions", json=body)
     statuses.append(answer.status_code)
+    fuzzing.note(answer.status_code)
     is_busy = answer.status_code == 503 and "retry-after" in answer.headers
     assert answer.status_code < 500 or is_busy, (json.dumps(asked), answer.text)
     if answer.status_code == 400:
@@ -141,14 +141,10 @@ def _never_fails(connection: httpx.Client, asked: dict[str, Any], statuses: list
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_generated_grammars_are_answered_and_no_process_dies(served: Served, kind: str):
-    pids, statuses = (served.process.pid, served.engine_pid()), list[int]()
-    with httpx.Client(base_url=served.url, timeout=60) as connection:
+    statuses = list[int]()
+    with fuzzing.surviving(served), httpx.Client(base_url=served.url, timeout=60) as connection:
         check: Callable[..., None] = given(asked=_KINDS[kind])(
             lambda asked: _never_fails(connection, asked, statuses),
         )
-        _SETTINGS(check)()
-    assert (served.process.pid, served.engine_pid()) == pids and served.process.poll() is None
-    if _NUM_CALLS:
-        by_status = {status: statuses.count(status) for status in sorted(set(statuses))}
-        print(f"\n{kind}: {len(statuses):,} calls, all answered: {json.dumps(by_status)}", flush=True)
+        fuzzing.in_rounds(_SETTINGS(check))
     assert 200 in statuses, "some can be followed"
