@@ -82,7 +82,8 @@ _PATTERNS: st.SearchStrategy[str] = st.recursive(
     ),
     max_leaves=30,
 )
-_SYMBOLS = st.sampled_from([f"r{number}" for number in range(6)] + [f"T{number}" for number in range(4)])
+_NAMES_OF_SYMBOLS = [*(f"r{number}" for number in range(6)), *(f"T{number}" for number in range(4))]
+_SYMBOLS = st.sampled_from(_NAMES_OF_SYMBOLS)
 _LARK_PARTS: st.SearchStrategy[str] = st.recursive(
     st.one_of(_SYMBOLS, st.sampled_from(['"a"', '"b" "c"', "/[a-z]+/", '""', "%json {}", "<[1]>", "~/a/"])),
     lambda inner: st.one_of(
@@ -96,13 +97,16 @@ _LARK_PARTS: st.SearchStrategy[str] = st.recursive(
 
 
 def _grammar(begin: str, defines: str) -> st.SearchStrategy[str]:
+    """Return grammars of which some lack rules that they refer to."""
     rules = st.dictionaries(_SYMBOLS, _LARK_PARTS, max_size=10)
+    missing = st.sampled_from([{}, dict.fromkeys(_NAMES_OF_SYMBOLS, '"a"')])
     return st.builds(
-        lambda first, others: "\n".join(
-            f"{name}{defines} {rule}" for name, rule in [(begin, first), *sorted(others.items())]
+        lambda first, others, more: "\n".join(
+            f"{name}{defines} {rule}" for name, rule in [(begin, first), *sorted((more | others).items())]
         ),
         _LARK_PARTS,
         rules,
+        missing,
     )
 
 
