@@ -1,9 +1,14 @@
 """Division of pages and slots among tenants: each has a share, and may use what others do not need.
 
-A tenant is richer than another if it holds more pages, or slots, in proportion to its share. Who needs a page or a slot
-takes it from a richer tenant, as long as that stays the richer one: first packs of its jobs, then its youngest request.
-So a tenant that has filled the memory makes room for one that comes, and keeps the rest. Within a tenant, requests come
+A tenant is richer than another if it holds more pages, or slots, in proportion to its share. Who needs a page takes
+it from a richer tenant, as long as that stays the richer one: first packs of its jobs, then its youngest request. Who
+needs a slot takes it from a tenant that holds more than `SLOTS_RATIO` times as much; free slots bring the rest. So a
+tenant that has filled the memory makes room for one that comes, and keeps the rest. Within a tenant, requests come
 before jobs, as in `MemoryPlan`.
+
+Time comes before memory: a waiting request takes nothing from a tenant that has been served less than its own by more
+than `MAX_LEAD_S`. Equal numbers of slots would otherwise give more time to the tenant whose requests cost more, however
+far the time counters diverge.
 """
 
 from collections import Counter
@@ -11,6 +16,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from coserve.scheduling.memory import SPARE_PAGES, CanWait, MemoryPlan
 from coserve.scheduling.plan import JobView, RequestView, View
+
+# Seconds, of a tenant of weight 1, that a tenant may have been served more than one from which it takes room. Above 0,
+# because pieces of jobs are lumps: a request should not wait because a job of its tenant has just run.
+MAX_LEAD_S = 0.1
+
+# How many times as many slots, in proportion to its share, a tenant must hold before a request of it is preempted for
+# its slot. At 1 requests would be preempted again and again, since admission by time counters does not aim at equal
+# numbers of slots.
+SLOTS_RATIO = 2.0
 
 
 class SharedMemoryPlan(MemoryPlan):
@@ -20,6 +34,7 @@ class SharedMemoryPlan(MemoryPlan):
         """Begin with what the view says; shares: of every tenant that has work."""
         super().__init__(view)
         self._shares = shares
+        self._used_s = {tenant.name: tenant.used_s for tenant in view.tenants}
         self._short: set[str] = set()  # tenants whose requests made room for the rows of others
 
     def admit_waiting(self, waiting: Iterable[RequestView] | None = None, can_wait: CanWait | None = None) -> None:
@@ -61,7 +76,7 @@ class SharedMemoryPlan(MemoryPlan):
             tenant = max(held, key=lambda name: self._wealth(held[name], name), default=self.claimant)
             left = self._wealth(held[tenant], tenant) if tenant in held else 0.0
             own = self._wealth(held.get(self.claimant, 0) + num_pages, self.claimant)
-            if tenant == self.claimant or left <= own:
+            if tenant == self.claimant or left <= own or self._leads(self.claimant, tenant):
                 return False
             packs = [job for job in self._packs() if job.tenant == tenant]
             running = [each for each in self.requests if each.tenant == tenant]
@@ -76,10 +91,11 @@ class SharedMemoryPlan(MemoryPlan):
         return True
 
     def _from_richest_by_slots(self, request: RequestView) -> RequestView | None:
-        """Return the youngest request of the tenant with most slots, if that stays the richer one without it."""
+        """Return the youngest request of the tenant with most slots, if the requested slot may be taken from it."""
         slots = Counter([each.tenant for each in self.requests])
         tenant = max(slots, key=lambda name: self._wealth(slots[name], name))
-        if self._wealth(slots[tenant], tenant) <= self._wealth(slots[request.tenant] + 1, request.tenant):
+        own = self._wealth(slots[request.tenant] + 1, request.tenant)
+        if self._wealth(slots[tenant], tenant) <= SLOTS_RATIO * own or self._leads(request.tenant, tenant):
             return None
         return _youngest_of([each for each in self.requests if each.tenant == tenant])
 
@@ -94,6 +110,10 @@ class SharedMemoryPlan(MemoryPlan):
             if job.phase != "update":
                 found[job.tenant] = found.get(job.tenant, 0) + job.num_pages
         return found
+
+    def _leads(self, tenant: str, other: str) -> bool:
+        """Return whether a tenant has been served so much more than another that it takes no room from it."""
+        return self._used_s.get(tenant, 0.0) > self._used_s.get(other, 0.0) + MAX_LEAD_S
 
     def _wealth(self, number: int, tenant: str) -> float:
         return number / self._shares[tenant]
