@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -70,7 +70,7 @@ def _parameter(one: "Field[Any]", kind: Any, title: str) -> inspect.Parameter:
         marked = Annotated[str | None, typer.Option(option.option, **shared)]
         default = None
     elif isinstance(default, tuple):
-        element = Path if one.name.endswith("paths") else str
+        element = Path if Path in get_args(kind) else str
         marked = Annotated[list[element], typer.Option(option.option, metavar=option.metavar, **shared)]  # type: ignore[valid-type]
         default = []
     else:

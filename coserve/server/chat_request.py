@@ -49,7 +49,7 @@ async def chat_request(
     """What a body asks for; ApiError names the field that is wrong. id: of the answer (default: a new one)."""
     _refuse_what_is_not_there(body)
     check_details(body)
-    ready = context.admit()
+    ready = context.admit(tenant)
     tools = tools_of(body, context)
     generation = await _generation(body, tools, context, ready, tenant, arrival_s, id or new_id("chatcmpl"))
     return ChatRequest(

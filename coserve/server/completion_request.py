@@ -99,7 +99,7 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
 async def _generation(
     body: CompletionBody, prompts: list[str | list[int]], context: ServerContext, tenant: str, arrival_s: float
 ) -> Generation:
-    ready = context.admit()
+    ready = context.admit(tenant)
     model = context.model_name if body.model is None else body.model
     adapter = await find_model(context, tenant, model)
     reader, ready = await context.reader_of(adapter, ready)

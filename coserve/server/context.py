@@ -128,10 +128,10 @@ class ServerContext:
             raise EngineGoneError("the server is starting; try again in a few seconds")
         return ready
 
-    def admit(self) -> Ready:
-        """`require_ready`, for a request that would wait for its first token; ApiError if too many do."""
+    def admit(self, tenant: str) -> Ready:
+        """Return the engine for a request of a tenant; ApiError if too many wait for their first token."""
         ready = self.require_ready()
-        self.waiting.check()
+        self.waiting.check(tenant)
         return ready
 
     def limits_of(self, tenant: str) -> Limits:
@@ -192,7 +192,7 @@ class ServerContext:
         is_batch = requests[0].batch_due_s is not None
         number = 0 if is_batch else _num_sequences(requests)
         if not is_batch:
-            self.waiting.check()
+            self.waiting.check(tenant)
             self.admission.begin(
                 tenant, num_sequences=number, num_prompt_tokens=sum(len(request.prompt) for request in requests)
             )
@@ -204,7 +204,7 @@ class ServerContext:
             raise
         for request in requests:
             if not is_batch:
-                self.waiting.begin(request.id)
+                self.waiting.begin(request.id, tenant)
             entry = Entry(
                 tenant=tenant,
                 adapter=adapter,

@@ -57,7 +57,7 @@ async def embedding_request(body: EmbeddingBody, context: ServerContext, tenant:
             param="dimensions",
             code="unsupported_parameter",
         )
-    ready = context.admit()
+    ready = context.admit(tenant)
     adapter = await find_model(context, tenant, body.model)
     reader, ready = await context.reader_of(adapter, ready)
     is_one = isinstance(body.input, str) or isinstance(body.input[0], int)

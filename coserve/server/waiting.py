@@ -1,4 +1,6 @@
-"""How many requests wait for their first token: beyond a bound, more would only wait longer than anybody does."""
+"""Bounds the requests that wait for their first token, and divides the places among tenants."""
+
+from collections import Counter
 
 from coserve.server.errors import ApiError
 from coserve.worker.protocol import Ready, StepReport
@@ -7,32 +9,46 @@ _RETRY_AFTER_S = 2
 
 
 class WaitingRequests:
-    """An `EngineListener`: a request waits until its first chunk."""
+    """An `EngineListener` that counts requests until their first chunk.
 
-    def __init__(self, most: int) -> None:
-        """most: that may wait; those that run count until their first token."""
-        self._most = most
-        self._ids: set[str] = set()
+    A tenant may use all places while no other waits. When they are used up, a tenant is refused only if it has its
+    equal share of them, so one that floods the queue keeps nobody else out. Requests that wait already keep their
+    places: n tenants have at most 1 + 1/2 + ... + 1/n times as many as there are places.
+    """
 
-    def check(self) -> None:
-        """ApiError if no more may wait."""
-        if len(self._ids) >= self._most:
+    def __init__(self, max_waiting: int) -> None:
+        """Begin with no request; max_waiting: places, which requests also use that run before their first token."""
+        self._max_waiting = max_waiting
+        self._tenants: dict[str, str] = {}  # by request
+        self._num_waiting: Counter[str] = Counter()  # by tenant
+
+    def check(self, tenant: str) -> None:
+        """Raise ApiError if no more requests of a tenant may wait."""
+        if len(self._tenants) < self._max_waiting:
+            return
+        own, num_tenants = self._num_waiting[tenant], len(self._num_waiting.keys() | {tenant})
+        if own >= max(1, self._max_waiting // num_tenants):
             raise ApiError(
-                f"{len(self._ids)} requests wait for their first token, which is as many as may "
-                "(--max-queued-requests); try again later.",
+                f"{own} requests wait for their first token, which is as many as may now "
+                "(--max-queued-requests, divided among tenants); try again later.",
                 status=503,
                 kind="server_error",
                 code="overloaded",
                 headers={"Retry-After": str(_RETRY_AFTER_S)},
             )
 
-    def begin(self, request: str) -> None:
-        """It has been sent to the engine."""
-        self._ids.add(request)
+    def begin(self, request: str, tenant: str) -> None:
+        """Count a request that has been sent to the engine."""
+        self._tenants[request] = tenant
+        self._num_waiting[tenant] += 1
 
     def end(self, request: str) -> None:
-        """It does not wait any more."""
-        self._ids.discard(request)
+        """Free the place of a request that does not wait any more; nothing happens if it has none."""
+        if (tenant := self._tenants.pop(request, None)) is None:
+            return
+        self._num_waiting[tenant] -= 1
+        if not self._num_waiting[tenant]:
+            del self._num_waiting[tenant]
 
     def engine_ready(self, ready: Ready) -> None:
         pass
@@ -42,4 +58,4 @@ class WaitingRequests:
 
     def engine_reported(self, report: StepReport) -> None:
         for chunk in report.chunks:
-            self._ids.discard(chunk.request)
+            self.end(chunk.request)

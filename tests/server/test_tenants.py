@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +93,35 @@ def test_prefixes_are_shared_among_tenants_where_the_operator_says_so():
     with serving("--api-key", "ann=secret-1", "--api-key", "ben=secret-2", "--share-prefixes") as served:
         assert num_cached(served, "secret-1") == 0
         assert num_cached(served, "secret-2") == num_cached(served, "secret-1") > 0
+
+
+@pytest.mark.long
+def test_a_tenant_that_fills_the_queue_keeps_no_other_out():
+    """Clients of one tenant take every place that falls free; each request of another tenant is answered."""
+    keys = ("--api-key", "ann=secret-1", "--api-key", "ben=secret-2")
+    with (
+        serving(*keys, "--max-queued-requests", "4", "--max-requests", "1") as served,
+        ThreadPoolExecutor(8) as threads,
+    ):
+
+        def ask(key: str, max_tokens: int) -> int:
+            body = {"model": "small", "prompt": "x", "max_tokens": max_tokens, "ignore_eos": True}
+            return served.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}).status_code
+
+        def flood() -> int:
+            num_refused = 0
+            for _ in range(20):
+                while ask("secret-1", 200) == 503:
+                    num_refused += 1
+                    time.sleep(0.01)
+                if ended.is_set():
+                    break
+            return num_refused
+
+        ended = threading.Event()
+        clients = [threads.submit(flood) for _ in range(8)]
+        headers = {"Authorization": "Bearer secret-1"}
+        served.wait_until(lambda: served.get("/v1/status", headers=headers).json()["requests"]["waiting"] >= 3)
+        assert [ask("secret-2", 1) for _ in range(5)] == [200] * 5
+        ended.set()
+        assert sum(client.result() for client in clients) > 0, "the queue was full"
