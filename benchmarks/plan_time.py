@@ -1,4 +1,5 @@
-"""Microseconds that a policy takes for the plan of one step: 64 requests beside one and eight jobs, in every phase.
+"""Microseconds that a policy takes for the plan of one step: 64 requests beside one and eight jobs, in every phase. The
+default policy also plans for three tenants, to which requests and jobs belong in turn.
 
     python benchmarks/plan_time.py
 
@@ -16,9 +17,12 @@ from functools import partial
 from itertools import product
 from statistics import median
 
+from msgspec import structs
+
 from coserve.models import load_backbone
 from coserve.scheduling import JobView, LatencyModel, RequestView, View, make_policy
 from coserve.scheduling.latency import ForwardLoad
+from coserve.scheduling.plan import TenantView
 from coserve.scheduling.policies.harli import predictor
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
@@ -31,15 +35,21 @@ PHASES = {
     "update": ("update",),
     "all": ("forward", "loss", "backward", "update"),
 }
-# Units of the device that each plans for.
-POLICIES = {"slack": 1, "token-fusion": 1, "harli": 2, "llmstation": 2}
+# The policy, the units of the device that it plans for, and the number of tenants.
+CASES = (("slack", 1, 1), ("slack", 1, 3), ("token-fusion", 1, 1), ("harli", 2, 1), ("llmstation", 2, 1))
 NOW_S, REPEATS, NUMBER = 10.0, 200, 10
 
 
 def make_view(
-    phases: tuple[str, ...], latency: LatencyModel, *, num_jobs: int, num_prompts: int, num_units: int = 1
+    phases: tuple[str, ...],
+    latency: LatencyModel,
+    *,
+    num_jobs: int,
+    num_prompts: int,
+    num_units: int = 1,
+    num_tenants: int = 1,
 ) -> View:
-    """Requests with time to spare, some of them prompts that fit as a whole, so that jobs get their turn."""
+    """Return requests with time to spare, some of them prompts that fit as a whole, so that jobs get their turn."""
     requests = [
         RequestView(f"r{i}", 1, 500 + i, 40, 0.0, 8.0, NOW_S, 20.0, 2.0, f"adapter-{i % 4}", 168)
         for i in range(NUM_REQUESTS - num_prompts)
@@ -49,7 +59,16 @@ def make_view(
         JobView(f"j{i}", phases[i % len(phases)], 1024, 1024 - 100 * i, 24, 128.0, latency.profile.job)  # type: ignore[arg-type]
         for i in range(num_jobs)
     ]
-    return View(now_s=NOW_S, requests=tuple(requests), jobs=tuple(jobs), ttft_s=20.0, tpot_s=2.0, num_units=num_units)
+    tenants = [f"tenant-{i}" for i in range(num_tenants)]
+    return View(
+        now_s=NOW_S,
+        requests=tuple([structs.replace(each, tenant=tenants[i % num_tenants]) for i, each in enumerate(requests)]),
+        jobs=tuple([structs.replace(job, tenant=tenants[i % num_tenants]) for i, job in enumerate(jobs)]),
+        tenants=tuple([TenantView(name, used_s=1.0 + i / 100) for i, name in enumerate(tenants)]),
+        ttft_s=20.0,
+        tpot_s=2.0,
+        num_units=num_units,
+    )
 
 
 def microseconds(call: Callable[[], object]) -> tuple[float, float]:
@@ -81,21 +100,29 @@ def main() -> None:
     for words, (least, middle) in predicted.items():
         print(f"{words:20} {least:9.2f} {middle:11.2f}")
     results = []
-    print(f"\n{NUM_REQUESTS} requests\n\npolicy         jobs phases    prompts   min us   median us")
-    for (policy, num_units), num_jobs, name, num_prompts in product(POLICIES.items(), NUMS_JOBS, PHASES, (0, 4)):
+    print(f"\n{NUM_REQUESTS} requests\n\npolicy        tenants  jobs phases    prompts   min us   median us")
+    for (policy, num_units, num_tenants), num_jobs, name, num_prompts in product(CASES, NUMS_JOBS, PHASES, (0, 4)):
         if name == "all" and num_jobs == 1:
             continue
         plan = make_policy(policy).plan
-        view = make_view(PHASES[name], latency, num_jobs=num_jobs, num_prompts=num_prompts, num_units=num_units)
+        view = make_view(
+            PHASES[name],
+            latency,
+            num_jobs=num_jobs,
+            num_prompts=num_prompts,
+            num_units=num_units,
+            num_tenants=num_tenants,
+        )
         made = plan(view, latency)
         # LLMStation prefills by itself.
         num_served = num_prompts if policy == "llmstation" and num_prompts else NUM_REQUESTS
         assert len(made.rows) >= num_served, "every request is served"
         least, middle = microseconds(partial(plan, view, latency))
-        print(f"{policy:13} {num_jobs:5} {name:9} {num_prompts:7} {least:8.0f} {middle:11.0f}")
+        print(f"{policy:13} {num_tenants:7} {num_jobs:5} {name:9} {num_prompts:7} {least:8.0f} {middle:11.0f}")
         results.append(
             {
                 "policy": policy,
+                "tenants": num_tenants,
                 "jobs": num_jobs,
                 "phases": name,
                 "prompts": num_prompts,

@@ -238,7 +238,7 @@ def tight_tpot_ms(server: Server) -> float:
     body = chat("What is a ship?", max_tokens=PACE_TOKENS, ignore_eos=True, stream=True)
 
     async def ask() -> None:
-        if not all(await asyncio.gather(*[post(server.url, "a", body) for _ in range(NUM_SLO_STREAMS)])):
+        if not all(await asyncio.gather(*[post(server.url, "b", body) for _ in range(NUM_SLO_STREAMS)])):
             raise SystemExit("the server refuses a stream")
 
     asyncio.run(ask())  # to warm up
