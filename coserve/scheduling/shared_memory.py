@@ -112,7 +112,7 @@ class SharedMemoryPlan(MemoryPlan):
         return found
 
     def _leads(self, tenant: str, other: str) -> bool:
-        """Return whether a tenant has been served so much more than another that it takes no room from it."""
+        """Return whether a tenant has been served too much more than another to take room from it."""
         return self._used_s.get(tenant, 0.0) > self._used_s.get(other, 0.0) + MAX_LEAD_S
 
     def _wealth(self, number: int, tenant: str) -> float:
