@@ -259,6 +259,31 @@ def test_what_is_known_here_is_not_asked_for_and_what_is_known_there_is_not_comp
     pair.assert_nothing_is_left()
 
 
+def test_a_prefill_instance_shares_prefixes_within_a_tenant_alone(pair):
+    """Rows that it runs when the decode instance has forgotten what it knew."""
+    prompt = prompts_of([30])[0]
+    whole = len(prompt) - 1 - (len(prompt) - 1) % BLOCK
+    for tenant, num_new in (("a", whole), ("b", whole), ("a", 0), ("b", 0)):
+        pair.decode.cache.evict(pair.decode.pool.num_pages)
+        num_run = num_rows_run(pair.prefill)
+        request = pair.add(prompt, greedy(NUM_TOKENS), tenant=tenant)
+        assert tokens_by_request(pair.drain())[request] == expected_tokens(prompt, NUM_TOKENS)
+        assert num_rows_run(pair.prefill) - num_run == num_new
+    pair.assert_nothing_is_left()
+
+
+def test_whole_blocks_of_a_public_beginning_are_computed_once_for_all_tenants(pair):
+    prompt, public = prompts_of([30])[0], 3 * BLOCK + 1
+    whole = len(prompt) - 1 - (len(prompt) - 1) % BLOCK
+    for tenant, num_new in (("a", whole), ("b", whole - 3 * BLOCK)):
+        pair.decode.cache.evict(pair.decode.pool.num_pages)
+        num_run = num_rows_run(pair.prefill)
+        pair.add(prompt, replace(greedy(NUM_TOKENS), num_public_tokens=public), tenant=tenant)
+        pair.drain()
+        assert num_rows_run(pair.prefill) - num_run == num_new
+    pair.assert_nothing_is_left()
+
+
 def test_prompts_that_are_cheaper_to_compute_than_to_copy_stay_here(tmp_path):
     cheap = Pair(tmp_path / "a", make_engine(), make_engine(), min_tokens=None)
     by_length = Pair(tmp_path / "b", make_engine(), make_engine(), min_tokens=10 * BLOCK)

@@ -1,9 +1,10 @@
 """What one tenant's prompts left in the cache is found by that tenant alone, unless it is public."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from engines import BLOCK, make_engine, prompts_of
+from engines import BLOCK, FAST, expected_tokens, greedy, make_engine, prompts_of
 
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.engine import Engine
@@ -65,3 +66,28 @@ def test_nothing_of_an_answer_is_found_by_another_tenant(public: int):
     whole = [*PROMPT, *answer]
     assert cached(engine, "b", whole, num_public_tokens=public) == public
     assert cached(engine, "a", whole, num_public_tokens=public) >= 9 * BLOCK
+
+
+def cached_under_pressure(**settings: Any) -> list[int]:
+    """Return the cached tokens of two tenants' requests, which send the same prompts and preempt one another."""
+    engine = make_engine(num_pages=24, num_host_pages=100, hardware=replace(FAST, host_bytes_per_s=1e15), **settings)
+    prompts = prompts_of((5, 17, 9, 30, 13))
+    asked = {}
+    for tenant in ("a", "b"):
+        for prompt in prompts:
+            asked[engine.add_tokens(prompt, greedy(9), tenant=tenant)] = prompt
+    cached, tokens = dict.fromkeys(asked, 0), {request: list[int]() for request in asked}
+    while engine.has_requests:
+        for each in engine.step():
+            if isinstance(each, Chunk):
+                cached[each.request] = max(cached[each.request], each.num_cached_tokens or 0)
+                tokens[each.request] += each.tokens
+        engine.check_integrity()
+    assert tokens == {request: list(expected_tokens(prompt, 9)) for request, prompt in asked.items()}
+    assert engine.stats().num_swapped_out > 0
+    return list(cached.values())
+
+
+def test_blocks_on_the_host_are_found_by_their_own_tenant_alone():
+    assert cached_under_pressure() == [0] * 10
+    assert sum(cached_under_pressure(share_prefixes=True)) > 0
