@@ -7,7 +7,7 @@ from coserve.server.waiting import WaitingRequests
 
 
 def arrive(waiting: WaitingRequests, tenant: str, number: int) -> int:
-    """Return how many of so many requests find a place."""
+    """Return the number of requests of a tenant that find a place, one after the other."""
     for index in range(number):
         try:
             waiting.check(tenant)
