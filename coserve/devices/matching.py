@@ -51,10 +51,11 @@ class GrammarCompiler:
     """Grammars over one vocabulary. May be used by several threads at once."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """RequestError if llguidance is not installed."""
+        """RequestError if llguidance is not installed, or does not take the vocabulary."""
         self._library = library()
         self.vocabulary = vocabulary
-        self._tokenizer: LLTokenizer = _tokenizer(self._library, vocabulary)
+        with _errors("structured output cannot be used with this vocabulary"):
+            self._tokenizer: LLTokenizer = _tokenizer(self._library, vocabulary)
         self._special = {vocabulary.pieces[token].decode(errors="replace"): token for token in vocabulary.special}
         self._limits = self._library.LLParserLimits(
             initial_lexer_fuel=_COMPILE_FUEL,
@@ -178,14 +179,14 @@ class Matcher:
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
-    """Turn all that the compiler raises into RequestError."""
+def _errors(message: str = "the grammar cannot be used") -> Iterator[None]:
+    """Turn all that the compiler raises into RequestError. message: the beginning of the error's message."""
     try:
         yield
     except (RequestError, KeyboardInterrupt, MemoryError):
         raise
     except BaseException as error:  # panics of its Rust code are no Exception
-        raise RequestError(f"the grammar cannot be used: {_one_line(str(error))}") from None
+        raise RequestError(f"{message}: {_one_line(str(error))}") from None
 
 
 def library() -> Any:

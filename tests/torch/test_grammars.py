@@ -286,3 +286,9 @@ def test_only_tokens_of_the_mask_are_chosen_and_in_their_proportion(params):
     alone = torch.full_like(logits, -1e9)
     alone[:, allowed] = logits[:, allowed]
     assert torch.equal(chosen[::2], sample(alone.expand(400, -1), plain).tokens)
+
+
+def test_a_vocabulary_that_the_library_does_not_take_is_refused():
+    too_long = (*SMALL.pieces[:-1], b"a" * 2000)
+    with pytest.raises(RequestError, match=r"^structured output cannot be used with this vocabulary: "):
+        GrammarCompiler(Vocabulary(too_long, SMALL.special, SMALL.ends))

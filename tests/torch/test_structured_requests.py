@@ -2,6 +2,8 @@
 
 import json
 import re
+import struct
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import msgspec
 import pytest
 import served
 from engines import BLOCK, FAST, TickingClock, WatchedDevice, drain
+from hostile_grammars import rules
 from peft import LoraConfig, get_peft_model
 from served import tokenizer
 
@@ -21,6 +25,7 @@ from coserve.devices.grammar import Grammar
 from coserve.devices.loading import torch_device
 from coserve.devices.messages import OpenRequest
 from coserve.devices.process_device import ProcessDevice
+from coserve.devices.recording import read_frames
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.settings import DeviceSettings
 from coserve.devices.step_messages import StepFailure
@@ -279,6 +284,25 @@ def test_a_recorded_stream_gives_the_same_tokens_again(tmp_path):
     engine.device.close()
     report = run_again(*read_recording(Path(tmp_path / "file")), torch_here(num_pages=90))
     assert report.plans_equal and report.tokens_equal, report
+
+
+@pytest.mark.long
+def test_a_recording_cannot_say_that_its_grammar_was_tried(tmp_path):
+    """A grammar that crashes its compiler is tried in a sandbox again, so that the replay ends with a line."""
+    file = tmp_path / "file"
+    engine = record(engine_on(torch_here(), tokenizer=None), str(file))
+    engine.use_vocabulary(*TokenBytes(tokenizer()).all(backbone().architecture.vocab_size))
+    engine.add(PROMPT, SamplingParams(max_tokens=2, grammar=Grammar.choice(["yes"])))
+    drain(engine)
+    engine.device.close()
+    frames = [msgspec.msgpack.decode(frame) for frame in read_frames(file)]
+    asked = next(frame for frame in frames if frame["type"] == "add_tokens")
+    asked["params"]["grammar"].update(text=rules(9000), num_bytes=1)
+    encoded = map(msgspec.msgpack.encode, frames)
+    file.write_bytes(b"".join(struct.pack("<Q", len(frame)) + frame for frame in encoded))
+    command = [sys.executable, "-m", "coserve", "replay", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "was recorded" in done.stderr, (done.returncode, done.stderr[-2000:])
 
 
 def test_what_is_missing_is_said_in_one_line(here, monkeypatch):
