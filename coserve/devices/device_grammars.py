@@ -6,7 +6,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from coserve.devices.deep_threads import deep_threads
-from coserve.devices.grammar import Grammar
+from coserve.devices.grammar import MAX_STATES, Grammar
 from coserve.devices.grammar_check import GrammarChecker
 from coserve.devices.matching import GrammarCompiler, Matcher, Vocabulary
 
@@ -42,9 +42,9 @@ class DeviceGrammars:
             if before is not None:
                 before.close()
 
-    def open(self, grammar: Grammar) -> int:
-        """Carry out `OpenGrammar`, and return the bytes that the grammar takes."""
-        return self._opened(grammar)[1]
+    def open(self, grammar: Grammar, max_states: int = MAX_STATES) -> int:
+        """Carry out `OpenGrammar`, and return the bytes that the grammar takes before texts follow it."""
+        return self._opened(grammar, max_states)[1]
 
     def close(self, grammar: Grammar) -> None:
         """Carry out `CloseGrammar`."""
@@ -56,7 +56,7 @@ class DeviceGrammars:
 
     def matcher(self, grammar: Grammar, output: Sequence[int]) -> Matcher:
         """Return a matcher for a sequence with these tokens."""
-        compiled, _ = self._opened(grammar)
+        compiled, _ = self._opened(grammar, MAX_STATES)
         assert self._compiler is not None and self._threads is not None
         return Matcher(compiled.deep_copy(), len(self._compiler.vocabulary.pieces), self._threads[0], output)
 
@@ -67,7 +67,8 @@ class DeviceGrammars:
         if self._checker is not None:
             self._checker.close()
 
-    def _opened(self, grammar: Grammar) -> "tuple[LLMatcher, int]":
+    def _opened(self, grammar: Grammar, max_states: int) -> "tuple[LLMatcher, int]":
+        """Return the compiled form of a grammar and its bytes; compile it if it is not there yet."""
         with self._lock:
             compiler, checker = self._compiler, self._checker
             assert compiler is not None and checker is not None and self._threads is not None, "no vocabulary was set"
@@ -75,6 +76,6 @@ class DeviceGrammars:
             if (found := self._compiled.get(grammar)) is not None:
                 return found
         num_bytes = grammar.num_bytes or checker.measure(grammar)
-        compiled = compiling.submit(compiler.compile, grammar).result()
+        compiled = compiling.submit(compiler.compile, grammar, max_states=max_states).result()
         with self._lock:
             return self._compiled.setdefault(grammar, (compiled, num_bytes))

@@ -7,7 +7,7 @@ import msgspec
 from coserve.devices.grammar import Grammar
 from coserve.devices.matching import GrammarCompiler, Vocabulary, library
 from coserve.errors import RequestError, SandboxError
-from coserve.sandbox.sandbox import Sandbox
+from coserve.sandbox.sandbox import Sandbox, has_sandboxes
 from coserve.sandbox.task import Limits, Task
 
 # The stack is a sixteenth of that of the threads that compile in the engine (`deep_threads`).
@@ -50,8 +50,13 @@ class GrammarChecker:
     """The grammars of one vocabulary. May be used by several threads at once."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """Start nothing yet. RequestError if llguidance is not installed."""
+        """Start nothing yet. RequestError if llguidance is not installed, or this system has no sandboxes."""
         library()
+        if not has_sandboxes():
+            raise RequestError(
+                "structured output needs Linux: a grammar is first compiled in a process with limits on its memory, "
+                "which no other system enforces"
+            )
         self.vocabulary = vocabulary
         self._sandbox = Sandbox(CheckGrammar, vocabulary, LIMITS)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from coserve.devices.allocated import allocated_bytes
-from coserve.devices.grammar import WHITE_SPACE, Grammar, text_before
+from coserve.devices.grammar import MAX_STATES, WHITE_SPACE, Grammar, text_before
 from coserve.errors import RequestError
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 # Of llguidance's own units of work; about a second for the first, some hundredths for the others.
 _COMPILE_FUEL, _STEP_FUEL, _STEP_ITEMS = 500_000, 200_000, 50_000
-# States that the lexer of one grammar may have, each of about a kilobyte: schemas have some hundreds.
-_MAX_STATES = 8_000
 # How far a grammar is followed before it is accepted: what is too much for a step shows mostly in its first ones.
 _NUM_TRIED = 24
 _MESSAGE = 300
@@ -57,22 +55,17 @@ class GrammarCompiler:
         with _errors("structured output cannot be used with this vocabulary"):
             self._tokenizer: LLTokenizer = _tokenizer(self._library, vocabulary)
         self._special = {vocabulary.pieces[token].decode(errors="replace"): token for token in vocabulary.special}
-        self._limits = self._library.LLParserLimits(
-            initial_lexer_fuel=_COMPILE_FUEL,
-            step_lexer_fuel=_STEP_FUEL,
-            step_max_items=_STEP_ITEMS,
-            max_lexer_states=_MAX_STATES,
-            verbose_errors=False,
-        )
 
-    def compile(self, grammar: Grammar) -> "LLMatcher":
+    def compile(self, grammar: Grammar, *, max_states: int = MAX_STATES) -> "LLMatcher":
         """Return a matcher at its beginning; RequestError if the grammar is wrong, too large, or allows no text.
+
+        max_states: states that its lexer may make, now and while texts follow it.
 
         Deep grammars overflow the stack, which ends the process: only what has passed in a sandbox may be compiled in a
         process that others need.
         """
         with _errors():
-            matcher = self._built(grammar)
+            matcher = self._built(grammar, max_states)
             self._follow(matcher.deep_copy())
             return matcher
 
@@ -82,15 +75,20 @@ class GrammarCompiler:
         """
         before = allocated_bytes()
         with _errors():
-            matcher = self._built(grammar)
+            matcher = self._built(grammar, MAX_STATES)
             followed = matcher.deep_copy()
             self._follow(followed)
             return max(1, allocated_bytes() - before)
 
-    def _built(self, grammar: Grammar) -> "LLMatcher":
-        matcher: LLMatcher = self._library.LLMatcher(
-            self._tokenizer, self._source(grammar), log_level=0, limits=self._limits
+    def _built(self, grammar: Grammar, max_states: int) -> "LLMatcher":
+        limits = self._library.LLParserLimits(
+            initial_lexer_fuel=_COMPILE_FUEL,
+            step_lexer_fuel=_STEP_FUEL,
+            step_max_items=_STEP_ITEMS,
+            max_lexer_states=max_states,
+            verbose_errors=False,
         )
+        matcher: LLMatcher = self._library.LLMatcher(self._tokenizer, self._source(grammar), log_level=0, limits=limits)
         _check(matcher)
         return matcher
 

@@ -10,7 +10,7 @@ Here are what a device says of itself, and the commands on requests, pages and a
 
 import msgspec
 
-from coserve.devices.grammar import Grammar
+from coserve.devices.grammar import MAX_STATES, Grammar
 from coserve.devices.job_messages import (
     BeginPack,
     CloseTrainer,
@@ -134,6 +134,8 @@ class OpenGrammar(msgspec.Struct, tag=True, frozen=True):
     """
 
     grammar: Grammar
+    # States that its lexer may make while texts follow it, each of at most `STATE_BYTES`.
+    max_states: int = MAX_STATES
 
 
 class CloseGrammar(msgspec.Struct, tag=True, frozen=True):

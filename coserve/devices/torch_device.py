@@ -138,7 +138,9 @@ class TorchDevice:
             SwapOutTensors: self._swap_out_tensors,
             SwapInTensors: self._swap_in_tensors,
             SetVocabulary: lambda command: self._requests.grammars.use(command.vocabulary),
-            OpenGrammar: lambda command: GrammarOpened(self._requests.grammars.open(command.grammar)),
+            OpenGrammar: lambda command: GrammarOpened(
+                self._requests.grammars.open(command.grammar, command.max_states)
+            ),
             CloseGrammar: lambda command: self._requests.grammars.close(command.grammar),
             OpenVersion: self._open_version,
             SaveAdapter: lambda command: save_adapter(self._versions[command.version], command.directory),

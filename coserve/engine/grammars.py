@@ -4,8 +4,9 @@ A grammar is compiled ahead of its request, held while the request is under way,
 there is room: for all tenants, and for each of them. `rest` gives all back.
 
 Its bytes are measured when it is tried in a sandbox. Then it grows with the texts that follow it: its lexer makes
-states as they are needed, and keeps them. That cannot be measured beside other work, so each token counts as the most
-that one was seen to add, up to what all states take.
+states as they are needed, and keeps them. That cannot be measured beside other work. So it may make a number of states
+that there is room for, and counts from the beginning as if it had made them; where there is little room, it gets fewer.
+A request that needs more states than its grammar has ends with an error.
 """
 
 from collections import Counter, OrderedDict
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from coserve.devices.base import Device
-from coserve.devices.grammar import Grammar
+from coserve.devices.grammar import MAX_STATES, STATE_BYTES, TOO_MANY_STATES, Grammar
 from coserve.devices.matching import Vocabulary
 from coserve.devices.messages import CloseGrammar, GrammarOpened, OpenGrammar, SetVocabulary
 from coserve.errors import CoserveError, GrammarMemoryError, RequestError
@@ -24,9 +25,9 @@ from coserve.errors import CoserveError, GrammarMemoryError, RequestError
 FindPieces = Callable[[], tuple[Sequence[bytes], Sequence[int]]]
 
 # Bytes of compiled grammars of all tenants, and of each.
-MAX_BYTES, MAX_TENANT_BYTES = 256 << 20, 128 << 20
-# By which one grows with each token that follows it, and as a whole.
-_TOKEN_BYTES, _MAX_GROWTH_BYTES = 21 << 10, 8 << 20
+MAX_BYTES, MAX_TENANT_BYTES = 512 << 20, 256 << 20
+# The part of the room left that the states of one grammar may take, and the states that each gets at least.
+_PART_OF_ROOM, MIN_STATES = 8, 500
 
 
 @dataclass(kw_only=True)
@@ -35,17 +36,17 @@ class _Compiled:
 
     # As measured.
     own_bytes: int
+    # States that its lexer may make.
+    max_states: int
     # Whose request it was compiled for last: it counts as that tenant's.
     tenant: str
     # Requests under way that follow it.
     requests: set[str] = field(default_factory=set)
-    # Tokens of requests that followed it and are over.
-    num_tokens: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes as measured, and those by which it may have grown."""
-        return self.own_bytes + min(_MAX_GROWTH_BYTES, self.num_tokens * _TOKEN_BYTES)
+        """Bytes as measured, and those by which it may grow."""
+        return self.own_bytes + self.max_states * STATE_BYTES
 
 
 class Grammars:
@@ -96,10 +97,10 @@ class Grammars:
                 known.tenant = tenant
                 self._compiled.move_to_end(grammar)
                 return
-        opened = self._device.execute(OpenGrammar(grammar))
-        assert isinstance(opened, GrammarOpened)
+            max_states = self._states_for(tenant)
+        own_bytes = self._opened_bytes(grammar, max_states)
         with self._lock:
-            self._compiled[grammar] = _Compiled(own_bytes=opened.num_bytes, tenant=tenant)
+            self._compiled[grammar] = _Compiled(own_bytes=own_bytes, max_states=max_states, tenant=tenant)
             evicted = self._evicted(MAX_BYTES, MAX_TENANT_BYTES, kept=grammar)
             too_much = self._excess(tenant)
             if too_much:
@@ -120,14 +121,20 @@ class Grammars:
             self._compiled[grammar].requests.add(request)
             self._of_request[request] = grammar
 
-    def close(self, request: str, num_tokens: int) -> None:
-        """Let go of the grammar of a request that is over, if it followed one. num_tokens: that it had."""
-        if self._of_request:
-            with self._lock:
-                if (grammar := self._of_request.pop(request, None)) is not None:
-                    compiled = self._compiled[grammar]
-                    compiled.requests.discard(request)
-                    compiled.num_tokens += num_tokens
+    def close(self, request: str) -> None:
+        """Let go of the grammar of a request that is over, if it followed one."""
+        if not self._of_request:
+            return
+        evicted = []
+        with self._lock:
+            if (grammar := self._of_request.pop(request, None)) is not None:
+                compiled = self._compiled[grammar]
+                compiled.requests.discard(request)
+                if not compiled.requests and compiled.max_states < MAX_STATES:
+                    # The next request may find more room, and so more states.
+                    del self._compiled[grammar]
+                    evicted.append(grammar)
+        self._close(evicted)
 
     def rest(self) -> bool:
         """Give all back, as no request is under way now; returns whether there was anything to give."""
@@ -140,6 +147,29 @@ class Grammars:
         return bool(evicted)
 
     # -- bounds -----------------------------------------------------------------------
+
+    def _states_for(self, tenant: str) -> int:
+        """Return how many states a further grammar of a tenant may make, beside those that requests follow."""
+        held: Counter[str] = Counter()
+        for each in self._compiled.values():
+            if each.requests:
+                held[each.tenant] += each.num_bytes
+        room = min(MAX_BYTES - held.total(), MAX_TENANT_BYTES - held[tenant])
+        return min(MAX_STATES, max(MIN_STATES, room // _PART_OF_ROOM // STATE_BYTES))
+
+    def _opened_bytes(self, grammar: Grammar, max_states: int) -> int:
+        """Have the device compile a grammar; returns its bytes. Errors as of `prepare`."""
+        try:
+            opened = self._device.execute(OpenGrammar(grammar, max_states))
+        except RequestError as error:
+            if max_states < MAX_STATES and TOO_MANY_STATES in str(error):
+                raise GrammarMemoryError(
+                    f"the grammar needs more than the {max_states} states that there is room for beside those of "
+                    "requests under way; try again when some of them are done"
+                ) from None
+            raise
+        assert isinstance(opened, GrammarOpened)
+        return opened.num_bytes
 
     def _by_tenant(self) -> Counter[str]:
         found: Counter[str] = Counter()
@@ -170,9 +200,7 @@ class Grammars:
 
     def _excess(self, tenant: str) -> str:
         """Return which bound the grammars are beyond that nothing could be evicted for; empty if they are within."""
-        by_tenant: Counter[str] = Counter()
-        for each in self._compiled.values():
-            by_tenant[each.tenant] += each.own_bytes
+        by_tenant = self._by_tenant()
         if by_tenant[tenant] > MAX_TENANT_BYTES:
             return f"compiled grammars of this tenant's requests would take more than {MAX_TENANT_BYTES >> 20} MB"
         if by_tenant.total() > MAX_BYTES:

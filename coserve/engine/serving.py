@@ -218,6 +218,6 @@ class Serving:
         if (closed := self._queue.remove(request)) is not None:
             self._send(closed)
         if request.request not in self._queue:
-            self._grammars.close(request.request, request.params.n * request.num_output)
+            self._grammars.close(request.request)
         if request.version is not None:
             self._versions.release(request.version)

@@ -41,6 +41,11 @@ _MESSAGES: dict[Failure, str] = {
 }
 
 
+def has_sandboxes() -> bool:
+    """Return whether this system has what a sandbox needs: Linux, as others enforce no limit of memory on a process."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+
 class Sandbox:
     """A task's sandbox. Calls may come from several threads at once; each gets a process of its own."""
 

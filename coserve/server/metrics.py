@@ -76,7 +76,9 @@ class Metrics:
         self._moved = gauge("moved_pages", "Pages of requests that were copied to others, so that jobs got neighbours.")
         self._host_pages = gauge("host_pages_used", "Pages on the host that are taken, by what made room.")
         self._grammars = gauge(
-            "grammar_bytes", "Bytes of compiled grammars, by the tenant whose request used each last.", ("tenant",)
+            "grammar_bytes",
+            "Bytes of compiled grammars and their growth, by the tenant whose request used each last.",
+            ("tenant",),
         )
         self._give_back = gauge(
             "give_back_seconds",

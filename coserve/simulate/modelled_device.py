@@ -123,7 +123,7 @@ class ModelledDevice:
             SwapOutTensors: self._copy_tensors,
             SwapInTensors: self._copy_tensors,
             SetVocabulary: lambda command: self._grammars.use(command.vocabulary),
-            OpenGrammar: lambda command: GrammarOpened(self._grammars.open(command.grammar)),
+            OpenGrammar: lambda command: GrammarOpened(self._grammars.open(command.grammar, command.max_states)),
             CloseGrammar: lambda command: self._grammars.close(command.grammar),
             OpenVersion: self._open_version,
             DropVersion: self._drop_version,

@@ -15,7 +15,9 @@ import pytest
 from crashing_tasks import Obedient
 from processes import children_of, is_alive
 
-from coserve.errors import SandboxError
+from coserve.devices.grammar_check import GrammarChecker
+from coserve.devices.matching import Vocabulary
+from coserve.errors import RequestError, SandboxError
 from coserve.sandbox.sandbox import Sandbox
 from coserve.sandbox.task import Limits
 
@@ -150,3 +152,9 @@ def test_the_template_starts_without_torch():
     code = "import sys, coserve.sandbox.template; print(sorted({'torch', 'numpy', 'asyncio'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_grammars_are_refused_in_one_line_where_there_are_no_sandboxes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(os, "pidfd_open")
+    with pytest.raises(RequestError, match=r"^structured output needs Linux: "):
+        GrammarChecker(Vocabulary((b"a",), (), ()))

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import httpx
@@ -119,3 +120,38 @@ def test_a_server_takes_its_sandbox_along_when_it_is_killed():
         os.kill(own.process.pid, signal.SIGKILL)
         own.process.wait(30)
         own.wait_until(lambda: not is_alive(sandbox))
+
+
+@pytest.mark.long
+def test_a_tenant_with_heavy_patterns_denies_structured_output_to_nobody_else():
+    """All of another tenant's are answered while eight clients of one keep the places of grammars busy."""
+    keys = {"ann": {"Authorization": "Bearer secret-1"}, "ben": {"Authorization": "Bearer secret-2"}}
+    stopping = Event()
+    with serving("--api-key", "ann=secret-1", "--api-key", "ben=secret-2") as own:
+
+        def ask(name: str, pattern: str) -> int:
+            body = body_of("/v1/completions", {"guided_regex": pattern}, max_tokens=1)
+            return own.post("/v1/completions", json=body, headers=keys[name]).status_code
+
+        def flood(client: int) -> list[int]:
+            statuses, number = [], 0
+            while not stopping.is_set():
+                statuses.append(ask("ann", heavy_pattern(client, number)))
+                number += 1
+            return statuses
+
+        assert ask("ben", "[a-f]") == 200
+        with ThreadPoolExecutor(8) as threads:
+            floods = [threads.submit(flood, client) for client in range(8)]
+            try:
+                answers = [ask("ben", f"[a-f]{{1,{number + 2}}}") for number in range(6)]
+            finally:
+                stopping.set()
+            assert answers == [200] * 6
+            assert {status for each in floods for status in each.result()} <= {200, 400, 503}
+
+
+def heavy_pattern(client: int, number: int) -> str:
+    """Return a pattern of a hundred thousand characters that is like no other, so that it is compiled anew."""
+    words = "|".join(f"{client}{number}{chr(97 + place % 26) * (place % 40 + 1)}" for place in range(5000))
+    return f"({words}){{1,400}}"

@@ -4,13 +4,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
+from coserve.devices.allocated import allocated_bytes
 from coserve.devices.device_grammars import DeviceGrammars
-from coserve.devices.grammar import MAX_CHARACTERS, Grammar, Tag
+from coserve.devices.grammar import MAX_CHARACTERS, STATE_BYTES, TOO_MANY_STATES, Grammar, Tag
 from coserve.devices.matching import GrammarCompiler, Vocabulary
 from coserve.devices.sampling import SamplingRow, sample
 from coserve.devices.sampling_params import SamplingParams
@@ -292,3 +294,36 @@ def test_a_vocabulary_that_the_library_does_not_take_is_refused():
     too_long = (*SMALL.pieces[:-1], b"a" * 2000)
     with pytest.raises(RequestError, match=r"^structured output cannot be used with this vocabulary: "):
         GrammarCompiler(Vocabulary(too_long, SMALL.special, SMALL.ends))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.regex(r"(\w+ ){200,400}"),
+        Grammar.regex(r"(\p{L}|\p{N}){1,900}"),
+        Grammar.regex(r"(\p{Lu}\p{Ll}|\p{Greek}\p{Han}|\p{Thai}\p{Arabic}|\w|\s){1,900}"),
+        Grammar.notation("start: T\nT: ~/(.*[ab].{12}[cd].*)/ & /(\\w|\\s)*/"),
+    ],
+    ids=["words", "letters", "scripts", "not"],
+)
+def test_a_grammar_grows_by_no_more_than_its_states_may_take(grammar):
+    max_states = 2000
+    compiled = compiler().compile(grammar, max_states=max_states)
+    before = allocated_bytes()
+    for seed in range(20):
+        followed, random = compiled.deep_copy(), Random(seed)
+        while not followed.is_stopped():
+            tokens = tokens_of(followed.compute_bitmask())
+            if followed.is_error():
+                break
+            followed.consume_token(random.choice(tokens))
+        if followed.is_error():
+            break
+    assert TOO_MANY_STATES in followed.get_error()
+    assert max_states * 100 < allocated_bytes() - before < max_states * STATE_BYTES
+
+
+def tokens_of(mask: bytes) -> list[int]:
+    """Return the tokens that a mask allows, but those that end a text."""
+    bits = int.from_bytes(mask, "little")
+    return [token for token in range(len(SMALL.pieces)) if bits >> token & 1 and token not in SMALL.ends]

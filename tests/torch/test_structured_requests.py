@@ -21,7 +21,7 @@ from peft import LoraConfig, get_peft_model
 from served import tokenizer
 
 from coserve.devices.base import Device
-from coserve.devices.grammar import Grammar
+from coserve.devices.grammar import CANNOT_FOLLOW, STATE_BYTES, TOO_MANY_STATES, Grammar
 from coserve.devices.loading import torch_device
 from coserve.devices.messages import OpenRequest
 from coserve.devices.process_device import ProcessDevice
@@ -32,6 +32,7 @@ from coserve.devices.step_messages import StepFailure
 from coserve.devices.swap_messages import SwapIn
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
+from coserve.engine.grammars import MIN_STATES
 from coserve.engine.recorded_lines import read_recording
 from coserve.engine.recording import record
 from coserve.engine.replay import replay as run_again
@@ -268,6 +269,16 @@ def test_a_request_that_no_token_continues_fails_alone(here):
     last = {event.request: event for event in drain(poor) if isinstance(event, Chunk) and event.finish_reason}
     assert (last[bad].finish_reason, last[good].finish_reason) == ("error", "stop")
     assert "none" in last[bad].error or "no text" in last[bad].error
+
+
+def test_a_request_that_needs_more_of_its_grammar_than_there_is_room_for_fails_alone(here, monkeypatch):
+    monkeypatch.setattr("coserve.engine.grammars.MAX_TENANT_BYTES", 2 * MIN_STATES * STATE_BYTES)
+    long = {"max_tokens": 200, "ignore_eos": True}
+    bad = here.add(PROMPT, SamplingParams(grammar=Grammar.regex(r"(\p{L}|\p{N}){900}"), **long))
+    good = here.add(PROMPT, SamplingParams(grammar=Grammar.regex("[0-9]*"), **long), tenant="another")
+    last = {event.request: event for event in drain(here) if isinstance(event, Chunk) and event.finish_reason}
+    assert (last[bad].finish_reason, last[good].finish_reason) == ("error", "length")
+    assert last[bad].error.startswith(CANNOT_FOLLOW) and TOO_MANY_STATES in last[bad].error
 
 
 def test_a_recorded_stream_gives_the_same_tokens_again(tmp_path):
