@@ -199,7 +199,7 @@ def _lines(path: str | Path, frames: Iterable[bytes]) -> Iterator[DeviceLine | I
 def _with_untried_grammar(line: DeviceLine | Input) -> DeviceLine | Input:
     """Return a line whose grammar, if it has one, must pass a sandbox here before it is compiled.
 
-    Its measured bytes say that it has passed one, and whoever wrote the file may have made them up.
+    Its measured bytes say that it has passed one, and the writer of the file may have made them up.
     """
     if not isinstance(line, AddTokens) or line.params.grammar is None:
         return line

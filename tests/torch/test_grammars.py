@@ -302,9 +302,8 @@ def test_a_vocabulary_that_the_library_does_not_take_is_refused():
         Grammar.regex(r"(\w+ ){200,400}"),
         Grammar.regex(r"(\p{L}|\p{N}){1,900}"),
         Grammar.regex(r"(\p{Lu}\p{Ll}|\p{Greek}\p{Han}|\p{Thai}\p{Arabic}|\w|\s){1,900}"),
-        Grammar.notation("start: T\nT: ~/(.*[ab].{12}[cd].*)/ & /(\\w|\\s)*/"),
     ],
-    ids=["words", "letters", "scripts", "not"],
+    ids=["words", "letters", "scripts"],
 )
 def test_a_grammar_grows_by_no_more_than_its_states_may_take(grammar):
     max_states = 2000
@@ -312,9 +311,9 @@ def test_a_grammar_grows_by_no_more_than_its_states_may_take(grammar):
     before = allocated_bytes()
     for seed in range(20):
         followed, random = compiled.deep_copy(), Random(seed)
-        while not followed.is_stopped():
+        for _ in range(1000):
             tokens = tokens_of(followed.compute_bitmask())
-            if followed.is_error():
+            if followed.is_error() or not tokens:
                 break
             followed.consume_token(random.choice(tokens))
         if followed.is_error():
