@@ -24,6 +24,7 @@ from fastapi import FastAPI
 from coserve.errors import CoserveError
 from coserve.home import private_files
 from coserve.jobs.remote_files import files_url
+from coserve.models.fast_imports import import_configurations, without_collections
 from coserve.models.source import find_model
 from coserve.server.adapters import GivenAdapters
 from coserve.server.app import create_app
@@ -197,7 +198,9 @@ def _start_fork_server(config: ServerConfig, watcher: Watcher) -> ForkServer | N
     if sys.platform != "linux":
         return None
     watcher.progress(StartProgress(f"reading the configuration of {config.model}", 0, 0))
-    find_model(config.model, with_weights=False)  # with what transformers needs for its family
+    with without_collections():
+        import_configurations()
+        find_model(config.model, with_weights=False)  # with what transformers needs for its family
     return ForkServer(run_engine, config.model)
 
 

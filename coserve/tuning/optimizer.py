@@ -24,14 +24,7 @@ class AdapterOptimizer:
         self.num_steps_done = 0
         self.room: Mapping[str, Tensor] | None = None
         self._masters = masters
-        self._adamw = torch.optim.AdamW(
-            list(masters.values()),
-            lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-            weight_decay=config.weight_decay,
-        )
+        self._states: dict[str, dict[str, Tensor]] = {}  # by master; none before the first step
 
     def step(self, gradients: Mapping[str, Tensor], *, num_trained: int, num_steps: int) -> Tensor:
         """One step with the summed gradients of `num_trained` trained rows, of a job of `num_steps` steps.
@@ -48,27 +41,49 @@ class AdapterOptimizer:
             divisor *= torch.where(norm > bound, (norm + 1e-6) / bound, 1.0)
         rate = self.config.learning_rate_at(self.num_steps_done, num_steps)
         self.num_steps_done += 1
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
-        for master, gradient in zip(self._masters.values(), sums, strict=True):
-            master.grad = gradient.contiguous()
-        self._begin_in_room()
-        self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
-        self._adamw.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        self._begin()
+        self._update([each.contiguous() for each in sums], rate, divisor, (~norm.isfinite()).float())
         return norm
 
-    def _begin_in_room(self) -> None:
-        """As AdamW begins by itself."""
-        if self.room is None:
-            return
+    def _begin(self) -> None:
+        """Add the state that AdamW begins with, where a master has none; moments lie in `room`, if there is one."""
         for name, master in self._masters.items():
-            if not self._adamw.state.get(master):
-                step = torch.zeros((), dtype=torch.float32, device=master.device)
-                self._adamw.state[master] = {"step": step} | {
-                    field: self.room[f"{name}/{field}"].zero_() for field in _MOMENTS
+            if not self._states.get(name):
+                moments = {
+                    field: torch.zeros_like(master) if self.room is None else self.room[f"{name}/{field}"].zero_()
+                    for field in _MOMENTS
                 }
+                step = torch.zeros((), dtype=torch.float32, device=master.device)
+                self._states[name] = {"step": step} | moments
+
+    @torch.no_grad()
+    def _update(self, gradients: list[Tensor], rate: float, divisor: Tensor, found_inf: Tensor) -> None:
+        """Run the fused kernel that `torch.optim.AdamW(fused=True)` runs.
+
+        The class itself imports torch._dynamo when it is first used, which would stop the engine's loop for a second.
+        """
+        states = [self._states[name] for name in self._masters]
+        steps = [state["step"] for state in states]
+        beta1, beta2 = self.config.betas
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            list(self._masters.values()),
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            steps,
+            lr=rate,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=self.config.weight_decay,
+            eps=self.config.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=divisor,
+            found_inf=found_inf,
+        )
+        torch._foreach_sub_(steps, [found_inf] * len(steps))  # a step that was left out is not counted
 
     def moment_shapes(self) -> dict[str, Tensor]:
         """Tensors without memory, of the shapes and strides of `moments`, also before the first step."""
@@ -82,9 +97,9 @@ class AdapterOptimizer:
     def moments(self) -> dict[str, Tensor]:
         """The running means of gradients and of their squares, named as in `state`; empty before the first step."""
         return {
-            f"{name}/{field}": self._adamw.state[master][field]
-            for name, master in self._masters.items()
-            if self._adamw.state.get(master)  # nothing, too, after a checkpoint from before the first step
+            f"{name}/{field}": self._states[name][field]
+            for name in self._masters
+            if self._states.get(name)  # nothing, too, after a checkpoint from before the first step
             for field in _MOMENTS
         }
 
@@ -92,13 +107,13 @@ class AdapterOptimizer:
         """Continue with these tensors, of the same names."""
         for key, value in moments.items():
             name, _, field = key.rpartition("/")
-            self._adamw.state[self._masters[name]][field] = value
+            self._states[name][field] = value
 
     def state(self, *, on_host: bool = False) -> dict[str, Tensor]:
         """All that a checkpoint needs, as tensors by name, copied; `load_state` is the inverse. on_host: to the CPU."""
         tensors = {"num_steps_done": torch.tensor(self.num_steps_done)}
-        for name, master in self._masters.items():
-            for field, value in self._adamw.state.get(master, {}).items():
+        for name in self._masters:
+            for field, value in self._states.get(name, {}).items():
                 device = "cpu" if on_host else value.device
                 tensors[f"{name}/{field}"] = value.to(device, copy=True, memory_format=torch.contiguous_format)
         return tensors
@@ -124,5 +139,4 @@ class AdapterOptimizer:
                 for field, value in fields.items()
             }
         self.num_steps_done = num_steps_done
-        for name, master in self._masters.items():
-            self._adamw.state[master] = states[name]
+        self._states = states

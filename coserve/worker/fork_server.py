@@ -30,6 +30,7 @@ import msgspec
 
 from coserve.errors import CoserveError
 from coserve.home import home_environment
+from coserve.models.fast_imports import import_configurations, without_collections
 from coserve.sandbox.parent_death import end_with_parent
 from coserve.worker.launch import Launched
 
@@ -187,12 +188,14 @@ class _ForkedEngine:
 
 
 def import_for_engines(model: str) -> Callable[[], int]:
-    """All that an engine of a model needs; returns an engine's life."""
-    from coserve.models.source import find_model
-    from coserve.worker.process import main as run_engine
+    """Import all that an engine of a model needs, and return the function that runs an engine."""
+    with without_collections():
+        from coserve.models.source import find_model
+        from coserve.worker.process import main as run_engine
 
-    with suppress(CoserveError):  # which the engine says
-        find_model(model, with_weights=False)  # with what transformers needs for its family
+        import_configurations()
+        with suppress(CoserveError):  # which the engine says
+            find_model(model, with_weights=False)  # with what transformers needs for its family
     return run_engine
 
 

@@ -12,6 +12,7 @@ from coserve.cli.server_options import server_config, with_server_options
 from coserve.cli.start_view import StartBars, StartLines, start_view
 from coserve.kernels.cpu_library import start_compiling
 from coserve.logs import configure_logs
+from coserve.models.fast_imports import without_collections
 from coserve.models.source import check_model
 from coserve.secret_variables import DATABASE, take_variable
 from coserve.server.keys import is_digest
@@ -43,7 +44,8 @@ def _up(**given: Any) -> None:
         view.show("loading libraries")
         if _serves_on_cpu(config.device):
             start_compiling()  # beside the imports, which take seconds
-        from coserve.server.serve import serve
+        with without_collections():
+            from coserve.server.serve import serve
 
         asyncio.run(serve(config, _Watcher(view)))
 
