@@ -273,12 +273,9 @@ def test_a_request_that_no_token_continues_fails_alone(here):
 
 def test_a_request_that_needs_more_of_its_grammar_than_there_is_room_for_fails_alone(here, monkeypatch):
     monkeypatch.setattr("coserve.engine.grammars.MAX_TENANT_BYTES", 2 * MIN_STATES * STATE_BYTES)
-
-    def long(pattern: str) -> SamplingParams:
-        return SamplingParams(grammar=Grammar.regex(pattern), max_tokens=200, ignore_eos=True)
-
-    bad = here.add(PROMPT, long(r"(\p{L}|\p{N}){900}"))
-    good = here.add(PROMPT, long("[0-9]*"), tenant="another")
+    long: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
+    bad = here.add(PROMPT, SamplingParams(grammar=Grammar.regex(r"[0-9]{60}(\p{L}|\p{N}){900}"), **long))
+    good = here.add(PROMPT, SamplingParams(**long))
     last = {event.request: event for event in drain(here) if isinstance(event, Chunk) and event.finish_reason}
     assert (last[bad].finish_reason, last[good].finish_reason) == ("error", "length")
     assert last[bad].error.startswith(CANNOT_FOLLOW) and TOO_MANY_STATES in last[bad].error
