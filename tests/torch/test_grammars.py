@@ -224,9 +224,12 @@ def test_a_hostile_grammar_is_refused_or_served_within_its_limits(name):
 def test_a_grammar_is_compiled_once_until_it_is_closed(monkeypatch):
     compiled: list[Grammar] = []
     compile = GrammarCompiler.compile
-    monkeypatch.setattr(
-        GrammarCompiler, "compile", lambda self, grammar: compiled.append(grammar) or compile(self, grammar)
-    )
+
+    def noted(self: GrammarCompiler, grammar: Grammar, **options: Any) -> Any:
+        compiled.append(grammar)
+        return compile(self, grammar, **options)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", noted)
     grammars = DeviceGrammars()
     grammars.use(SMALL)
     a, b = (Grammar.choice([text]) for text in "ab")
