@@ -224,10 +224,7 @@ class StepLoop:
         failed: frozenset[str] = frozenset()
         while True:
             view = self._view(now_s, without=failed)
-            planned = self.policy.plan(view, self._latency)
-            if view.jobs and self._requests.excludes_jobs(planned.admit):  # from its first row on
-                view = msgspec.structs.replace(view, jobs=())
-                planned = self.policy.plan(view, self._latency)
+            view, planned = self._ask_policy(view)
             plan = carry_out(
                 planned,
                 self._requests,
@@ -244,6 +241,20 @@ class StepLoop:
             if not new:
                 return view, plan
             failed |= new
+
+    def _ask_policy(self, view: View) -> tuple[View, Plan]:
+        """Return the policy's plan with the view that it is for: one without jobs while a request excludes them."""
+        if not (view.jobs and self._requests.excludes_jobs()):
+            planned = self.policy.plan(view, self._latency)
+            if not (view.jobs and self._requests.excludes_jobs(planned.admit)):
+                return view, planned
+        # No job has a step, but packs in memory make room for requests as they otherwise do.
+        packs = tuple([job for job in view.jobs if job.phase != "pack"])
+        drop = self.policy.plan(msgspec.structs.replace(view, jobs=packs), self._latency).drop if packs else ()
+        num_pages = sum([job.num_pages for job in packs if job.id in drop])
+        view = msgspec.structs.replace(view, jobs=(), num_free_pages=view.num_free_pages + num_pages)
+        planned = self.policy.plan(view, self._latency)
+        return view, msgspec.structs.replace(planned, drop=drop)
 
     def _move_pages(self, targets: Mapping[int, int]) -> bool:
         """Of requests that run, to free pages (`PageBroker.on_move`); False, nothing has moved, if there is no memory
@@ -278,7 +289,7 @@ class StepLoop:
             waiting,
             batch,
             batch_waiting,
-            () if self._requests.excludes_jobs() else self._jobs.views(now_s, without=without),
+            self._jobs.views(now_s, without=without),
             tenants=self._tenants(now_s) if self._policy.is_fair else (),
             num_free_pages=self._pages.num_available,
             num_pages=self._pages.pool.num_pages,

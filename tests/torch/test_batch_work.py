@@ -59,6 +59,17 @@ def simulate(
     return engine, tokens
 
 
+def engine_with_job(num_pages: int = 4000) -> EngineCore:
+    """Return a simulated engine with a job."""
+    backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
+    profile = roofline_profile(backbone, CPU)
+    device = ModelledDevice(backbone, profile, num_pages=num_pages)
+    engine = EngineCore(device, LatencyModel(profile), EngineConfig())
+    example = Example(tokens=(1,) * 256, trained=(True,) * 256)
+    engine.submit_examples([example] * 64, TuningConfig(num_epochs=1000), adapter=LoraConfig(r=16))
+    return engine
+
+
 def attained(engine: EngineCore) -> float:
     return sum(record.attained for record in engine.records) / len(engine.records)
 
@@ -127,12 +138,7 @@ def test_it_gives_way_to_requests_and_its_answers_are_the_same():
 
 
 def test_no_step_works_for_a_job_while_a_request_runs_that_is_to_be_without():
-    backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
-    profile = roofline_profile(backbone, CPU)
-    device = ModelledDevice(backbone, profile, num_pages=4000)
-    engine = EngineCore(device, LatencyModel(profile), EngineConfig())
-    example = Example(tokens=(1,) * 256, trained=(True,) * 256)
-    engine.submit_examples([example] * 64, TuningConfig(num_epochs=1000), adapter=LoraConfig(r=16))
+    engine = engine_with_job()
     while not engine.stats().num_tokens_trained:
         engine.step()
     params = SamplingParams(max_tokens=60, temperature=0)
@@ -150,6 +156,52 @@ def test_no_step_works_for_a_job_while_a_request_runs_that_is_to_be_without():
     for _ in range(200):
         engine.step()
     assert engine.stats().num_tokens_trained > before, "then the job continues"
+
+
+def finish_steps(engine: EngineCore, requests: set[str], *, max_steps: int) -> dict[str, int]:
+    """Step until these requests have ended; returns each one's number of steps, of those that did."""
+    ended: dict[str, int] = {}
+    for step in range(max_steps):
+        for event in engine.step():
+            if isinstance(event, Chunk) and event.finish_reason is not None:
+                ended[event.request] = step
+        if requests <= ended.keys():
+            break
+    return ended
+
+
+def engine_with_full_pool() -> tuple[EngineCore, int]:
+    """Return an engine whose pool a job's pack nearly fills, and the pages that are free beside it."""
+    engine = engine_with_job(num_pages=900)
+    while engine.pages.num_available > 100:
+        engine.step()
+    return engine, engine.pages.num_available
+
+
+@pytest.mark.parametrize("tenant", ["", "other"])
+def test_a_request_takes_a_pack_s_pages_before_one_that_is_to_be_without_jobs(tenant):
+    engine, num_free = engine_with_full_pool()
+    params = SamplingParams(max_tokens=5, temperature=0)
+    engine.add_tokens([2] * (16 * (num_free + 4)), params, request_id="mine", tenant=tenant)
+    engine.add_tokens([3] * 20, params, request_id="suspect", batch_due_s=1e6, without_jobs=True)
+    assert finish_steps(engine, {"mine", "suspect"}, max_steps=200).keys() == {"mine", "suspect"}
+    before = engine.stats().num_tokens_trained
+    for _ in range(200):
+        engine.step()
+    assert engine.stats().num_tokens_trained > before, "then the job continues"
+
+
+def test_a_request_takes_a_pack_s_pages_beside_one_that_is_without_jobs():
+    engine, _ = engine_with_full_pool()
+    params = SamplingParams(max_tokens=150, temperature=0)
+    engine.add_tokens([3] * 20, params, request_id="suspect", batch_due_s=1e6, without_jobs=True)
+    while not engine.requests.running:
+        engine.step()
+    num_tokens = 16 * (engine.pages.num_available + 4)
+    params = SamplingParams(max_tokens=5, temperature=0)
+    engine.add_tokens([2] * num_tokens, params, request_id="mine")
+    ended = finish_steps(engine, {"mine", "suspect"}, max_steps=400)
+    assert ended["mine"] < ended["suspect"]
 
 
 def test_the_lowest_priority_is_admitted_first():
