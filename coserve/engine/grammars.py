@@ -86,26 +86,31 @@ class Grammars:
         self._device.execute(SetVocabulary(vocabulary))
         self.vocabulary = vocabulary
 
-    def prepare(self, grammar: Grammar, tenant: str) -> None:
+    def prepare(self, grammar: Grammar, tenant: str, request: str = "") -> None:
         """Have a grammar compiled and counted, so that no step has to wait for it.
+
+        Args:
+            request: A request that follows it, for which it is held from then on; "" for none.
 
         Raises:
             RequestError: it cannot be used. GrammarMemoryError: grammars under way take all that there is room for.
         """
         with self._lock:
-            if (known := self._compiled.get(grammar)) is not None:
-                known.tenant = tenant
-                self._compiled.move_to_end(grammar)
+            if self._use(grammar, tenant, request):
                 return
             max_states = self._states_for(tenant)
         own_bytes = self._opened_bytes(grammar, max_states)
         with self._lock:
+            if self._use(grammar, tenant, request):  # another thread has compiled it meanwhile
+                return
             self._compiled[grammar] = _Compiled(own_bytes=own_bytes, max_states=max_states, tenant=tenant)
             evicted = self._evicted(MAX_BYTES, MAX_TENANT_BYTES, kept=grammar)
             too_much = self._excess(tenant)
             if too_much:
                 del self._compiled[grammar]
                 evicted.append(grammar)
+            else:
+                self._use(grammar, tenant, request)
         self._close(evicted)
         if too_much:
             raise GrammarMemoryError(f"{too_much}; try again when some of them are done")
@@ -116,10 +121,7 @@ class Grammars:
             if self._find_pieces is None:
                 raise RequestError("a grammar needs a tokenizer, and this model has none")
             self.use_vocabulary(*self._find_pieces())
-        self.prepare(grammar, tenant)
-        with self._lock:
-            self._compiled[grammar].requests.add(request)
-            self._of_request[request] = grammar
+        self.prepare(grammar, tenant, request)
 
     def close(self, request: str) -> None:
         """Let go of the grammar of a request that is over, if it followed one."""
@@ -145,6 +147,17 @@ class Grammars:
             evicted = self._evicted(0, 0)
         self._close(evicted)
         return bool(evicted)
+
+    def _use(self, grammar: Grammar, tenant: str, request: str) -> bool:
+        """Return whether a grammar is compiled; if so, it is the one used last, and held for the request, if any."""
+        if (known := self._compiled.get(grammar)) is None:
+            return False
+        known.tenant = tenant
+        self._compiled.move_to_end(grammar)
+        if request:
+            known.requests.add(request)
+            self._of_request[request] = grammar
+        return True
 
     # -- bounds -----------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Compiled grammars that the engine keeps: counted in bytes, bounded for all and for each tenant, and given back."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -21,9 +22,13 @@ class ByteCounter:
     def __init__(self) -> None:
         self.opened: dict[Grammar, int] = {}  # the states that each may make
         self.needed_states = 0
+        self.while_compiling: Callable[[], None] | None = None  # called once
 
     def execute(self, command: Command) -> Reply:
         if isinstance(command, OpenGrammar):
+            call, self.while_compiling = self.while_compiling, None
+            if call is not None:
+                call()
             if self.needed_states > command.max_states:
                 raise RequestError(f"the grammar cannot be used: lexer error: {TOO_MANY_STATES}")
             self.opened[command.grammar] = command.max_states
@@ -121,6 +126,21 @@ def test_what_needs_more_states_than_there_is_room_for_is_told_to_try_again(devi
     device.needed_states = MAX_STATES + 1
     with pytest.raises(RequestError, match="too many states"):
         grammars.open("first request of another", grammar(3, MB), "b")
+
+
+def test_a_grammar_that_two_threads_compile_at_once_stays_as_long_as_a_request_follows_it(
+    device: ByteCounter, grammars: Grammars
+):
+    asked = grammar(0, 60 * MB)
+    device.while_compiling = lambda: grammars.open("request", asked, "a")
+    grammars.prepare(asked, "a")
+    for number in range(1, 5):
+        grammars.prepare(grammar(number, 60 * MB), "a")
+    assert asked in grammars
+    grammars.close("request")
+    for number in range(5, 8):
+        grammars.prepare(grammar(number, 60 * MB), "a")
+    assert asked not in grammars, "no request follows it any more"
 
 
 def test_an_engine_at_rest_keeps_none(device: ByteCounter, grammars: Grammars):
