@@ -27,6 +27,9 @@ class OwnMeasurement:
                 self._pieces = None
                 keep_profile(self._backbone, ended.value)
                 return DeviceMeasured(self._total, self._total, ended.value)
+            except BaseException:
+                self._pieces = None  # frees its memory
+                raise
         return DeviceMeasured(self._done, self._total)
 
     def _note(self, done: int, total: int) -> None:

@@ -362,6 +362,19 @@ def test_pieces_run_while_no_request_is_there_and_jobs_take_turns_with_them(prov
     assert not refinement.run_piece()
 
 
+def test_an_engine_serves_on_where_its_device_cannot_be_measured(provisional, monkeypatch, caplog):
+    def fail(*_):
+        yield
+        raise RuntimeError("no memory for it")
+
+    monkeypatch.setattr("coserve.devices.own_measurement.measurement", fail)
+    refinement = ProfileRefinement(provisional)
+    assert [refinement.run_piece() for _ in range(4)] == [False] * 4
+    assert refinement.progress is None and refinement.wait_s is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "it is tried once"
+    assert provisional.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+
+
 def test_a_library_and_an_experiment_measure_first(monkeypatch, tmp_path):
     monkeypatch.setenv("COSERVE_CACHE", str(tmp_path))
     engine = Engine.from_backbone(make_backbone("llama"), EngineConfig(memory_bytes=1 << 24))
