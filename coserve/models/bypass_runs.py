@@ -5,8 +5,8 @@ What a bypass adds is most often a product of low rank, narrow B^T. Where all ro
 that product for itself, the rest of the bypass runs before the node, and the node's product takes narrow and B along:
 a backend that can makes both in the same sums, and its result is written once.
 
-Where an adapter has weights of its own for a node, its rows run the node once more with these; where all rows are its
-rows, they run it with these alone.
+Where an adapter has weights of its own for a node, its rows run the node once more with these. Where all rows are its
+rows, and it has weights of its own for all nodes that run at once, they run with these alone.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -66,6 +66,7 @@ class BypassRuns:
         has_one = len(groups) == 1 and groups[0].has_one_adapter_of(num_rows) and context.block_rows is None
         self.within = {site for site in self._groups if self._is_within(graph.node[site])} if has_one else set[str]()
         self._alone = {site for site in self._groups if self._instead(site)} if has_one else set[str]()
+        self._ran_alone = set[str]()  # of these, the nodes that ran with the adapter's weights alone
 
     @property
     def sites(self) -> Mapping[str, Sequence[BypassGroup]]:
@@ -103,6 +104,7 @@ class BypassRuns:
         if all(node.name in self._alone for node in nodes):
             for node in nodes:
                 self._run_alone(node, values)
+                self._ran_alone.add(node.name)
             return True
         unit = self._gated_units.get(nodes[0].name)
         keep = () if unit is None or self._add_afterwards(nodes) else self._rooms(unit)
@@ -172,7 +174,7 @@ class BypassRuns:
             parameters = {**parameters, **{name: self._weights[name] for name in bypass.weights}}
         output = values[node.outputs[0][1]]
         base = group.take(output)
-        if bypass.instead is not None and node.name not in self._alone:
+        if bypass.instead is not None and node.name not in self._ran_alone:
             own = self._with_own_weights(group, bypass.instead, parameters, values)
             base.copy_(own)
             group.put(output, base)

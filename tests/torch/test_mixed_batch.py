@@ -67,6 +67,33 @@ def test_ranks_may_differ_where_scales_do_not():
         torch.testing.assert_close(ours, alone(backbone, prompt, user), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("targets", "whole"),
+    [
+        (["v_proj"], ["q_proj"]),
+        (["q_proj"], ["gate_proj"]),
+        (["k_proj", "v_proj"], ["q_proj"]),
+        (["q_proj"], ["gate_proj", "up_proj"]),
+        (["o_proj"], ["q_proj", "k_proj", "v_proj", "down_proj"]),
+    ],
+)
+def test_whole_layers_are_used_alone_as_beside_others(targets, whole):
+    """Trained whole, beside layers that run at once and are not: in requests and in windows of a job."""
+    backbone = make_backbone("llama")
+    adapter = make_adapter(backbone, target_modules=targets, modules_to_save=whole, dropout=0.0)
+    bypasses, prompt, other = adapter.bypasses(), random_tokens(5, 1), random_tokens(4, 2)
+    without = alone(backbone, prompt)
+    spans = [CachedSequence(backbone, 5, bypasses).extend(prompt), CachedSequence(backbone, 4).extend(other)]
+    mixed = logits(backbone, forward(backbone, spans), [(5, bypasses), (4, None)])[:5]
+    torch.testing.assert_close(alone(backbone, prompt, adapter), mixed, atol=1e-5, rtol=1e-5)
+    assert (mixed - without).abs().max() > 0.1
+    pack = make_pack(random_sequences((9, 4)))
+    first, second = (TrainingPass(adapter, training_programs(adapter), pack) for _ in range(2))
+    company = CachedSequence(backbone, 4).extend(other)
+    expected = forward(backbone, [company, second.next_window(13)])[4:]
+    torch.testing.assert_close(forward(backbone, [first.next_window(13)]), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_row_without_an_adapter_pays_nothing(monkeypatch):
     backbone = make_backbone("llama")
     adapter = make_adapter(backbone)
