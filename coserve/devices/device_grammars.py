@@ -54,11 +54,14 @@ class DeviceGrammars:
         if checker is not None:
             checker.rest()
 
-    def matcher(self, grammar: Grammar, output: Sequence[int]) -> Matcher:
-        """Return a matcher for a sequence with these tokens."""
+    def matcher(self, grammar: Grammar, output: Sequence[int], vocab_size: int | None = None) -> Matcher:
+        """Return a matcher for a sequence with these tokens. vocab_size: of its model, if it may be less than the
+        grammar's.
+        """
         compiled, _ = self._opened(grammar, MAX_STATES)
         assert self._compiler is not None and self._threads is not None
-        return Matcher(compiled.deep_copy(), len(self._compiler.vocabulary.pieces), self._threads[0], output)
+        num_tokens = len(self._compiler.vocabulary.pieces)
+        return Matcher(compiled.deep_copy(), num_tokens, self._threads[0], output, vocab_size)
 
     def shutdown(self) -> None:
         """End the threads and the sandbox."""

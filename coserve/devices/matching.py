@@ -139,9 +139,19 @@ class GrammarCompiler:
 class Matcher:
     """One sequence on its way through a grammar; its next mask is computed as soon as its last token is known."""
 
-    def __init__(self, matcher: "LLMatcher", num_tokens: int, thread: Executor, output: Sequence[int]) -> None:
-        """num_tokens: of the vocabulary. output: the tokens so far."""
+    def __init__(
+        self,
+        matcher: "LLMatcher",
+        num_tokens: int,
+        thread: Executor,
+        output: Sequence[int],
+        vocab_size: int | None = None,
+    ) -> None:
+        """num_tokens: of the vocabulary. output: the tokens so far. vocab_size: of the sequence's model, where that may
+        have fewer tokens.
+        """
         self._matcher, self._num_tokens, self._thread = matcher, num_tokens, thread
+        self._num_usable = num_tokens if vocab_size is None else min(num_tokens, vocab_size)
         self.has_ended = False  # nothing may follow any more
         self.error: str | None = None  # why no token can be chosen
         self._mask: Future[bytes] | None = None
@@ -155,7 +165,7 @@ class Matcher:
         if self._mask is None:
             return b"\xff" * num_bytes
         mask = self._mask.result()[:num_bytes]
-        if self._matcher.is_error() or not int.from_bytes(mask, "little") & ((1 << self._num_tokens) - 1):
+        if self._matcher.is_error() or not int.from_bytes(mask, "little") & ((1 << self._num_usable) - 1):
             self._mask, self.error = None, _told(self._matcher) or _NO_TEXT
             return self.mask()
         return mask

@@ -90,11 +90,19 @@ class SampledParams:
     """Params of the rows that are sampled in a step, with what is the same in every step of these rows.
 
     drawn: rows whose tokens are drawn; temperature, min_p (None: all 0): float32 [drawn, 1]; top_k, top_p: theirs.
+    num_top: of the likeliest tokens, how many each row reports. last_tokens: the last token of each row's model, int64
+    [n], or None where each has as many tokens as there are logits.
     """
 
-    def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
+    def __init__(
+        self, params: Sequence[SamplingParams], device: torch.device, vocab_sizes: Sequence[int] = ()
+    ) -> None:
+        """vocab_sizes: of each row's model, where some have fewer tokens than there are logits."""
+        self.last_tokens = on_device([size - 1 for size in vocab_sizes], device) if vocab_sizes else None
         self.biased = {index for index, each in enumerate(params) if each.biases}
         self.num_top = [each.num_top for each in params]
+        if vocab_sizes:
+            self.num_top = [min(number, size) for number, size in zip(self.num_top, vocab_sizes, strict=True)]
         self.reports = any(each.logprobs is not None for each in params)
         self.named = [(index, each.logprob_token_ids) for index, each in enumerate(params) if each.logprob_token_ids]
         self.drawn = [index for index, each in enumerate(params) if each.draws]
@@ -138,6 +146,8 @@ def sample(
             floor = scores.amax(-1, keepdim=True) + params.min_p[few].log()
             scores.masked_fill_(scores < floor, float("-inf"))
         tokens[which] = backend.draw(scores, uniform[few], params.top_k[few], params.top_p[few])
+    if params.last_tokens is not None:  # where no token may come, any place is drawn
+        tokens = tokens.minimum(params.last_tokens)
     return _report(logits, tokens, params)
 
 

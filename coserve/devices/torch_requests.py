@@ -32,9 +32,10 @@ SAMPLING = "sampling"
 
 
 class RequestHandle:
-    """What a device keeps of a request; pages: its page table."""
+    """A request as a device keeps it. pages: its page table. vocab_size: of its model."""
 
-    def __init__(self, command: OpenRequest, grammars: DeviceGrammars) -> None:
+    def __init__(self, command: OpenRequest, grammars: DeviceGrammars, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
         self.params, self.seed, self.version = command.params, command.seed, command.version
         self.pages = array("q", command.pages)
         self.counts: TokenCounts | None = None
@@ -43,7 +44,9 @@ class RequestHandle:
             for token in command.output:
                 self.counts.add(token)
         grammar = command.params.grammar
-        self.matcher: Matcher | None = None if grammar is None else grammars.matcher(grammar, command.output)
+        self.matcher: Matcher | None = None
+        if grammar is not None:
+            self.matcher = grammars.matcher(grammar, command.output, vocab_size)
 
         # What no later token changes need not be made again for each.
         is_constant = not self.follows and not command.params.draws
@@ -89,11 +92,16 @@ class _Rows:
 
 
 class _Samplers(_Rows):
-    """Those that sample."""
+    """Requests that sample in a step."""
 
-    def __init__(self, ids: Sequence[str], handles: Sequence[RequestHandle], device: torch.device) -> None:
+    def __init__(
+        self, ids: Sequence[str], handles: Sequence[RequestHandle], device: torch.device, vocab_size: int
+    ) -> None:
+        """vocab_size: of the backbone."""
         super().__init__(ids, handles)
-        self.params = SampledParams([handle.params for handle in handles], device)
+        sizes = [handle.vocab_size for handle in handles]
+        own = sizes if any(size != vocab_size for size in sizes) else ()
+        self.params = SampledParams([handle.params for handle in handles], device, own)
         self.followed = [(place, handle) for place, handle in enumerate(handles) if handle.follows]
         self.embedded = [place for place, handle in enumerate(handles) if handle.params.embeds]
         found = [handle.constant_row for handle in handles]
@@ -124,7 +132,11 @@ class TorchRequests:
         self.grammars = DeviceGrammars()
 
     def open(self, command: OpenRequest) -> None:
-        self._handles[command.request] = RequestHandle(command, self.grammars)
+        """Carry out `OpenRequest`."""
+        architecture = self._backbone.architecture
+        if command.version:
+            architecture = self._versions[command.version].architecture
+        self._handles[command.request] = RequestHandle(command, self.grammars, architecture.vocab_size)
         self._forget()
 
     def close(self, request: str) -> None:
@@ -186,7 +198,8 @@ class TorchRequests:
         ids = [rows.request for rows in sampled]
         if self._samplers is None or ids != self._samplers.ids:
             handles = [self._handles[request] for request in ids]
-            self._samplers = _Samplers(ids, handles, self._backbone.device)
+            vocab_size = self._backbone.architecture.vocab_size
+            self._samplers = _Samplers(ids, handles, self._backbone.device, vocab_size)
         return self._samplers
 
     def _bypasses(self, version: str) -> Bypasses | None:
@@ -230,7 +243,7 @@ class TorchRequests:
                 targets = rows.targets[start : start + most]
                 some = slice(first + start, first + start + len(targets))
                 scores = logits(self._backbone, hidden[some], [(len(targets), self._bypasses(handle.version))])
-                k = handle.params.prompt_logprobs or 0
+                k = min(handle.params.prompt_logprobs or 0, handle.vocab_size)
                 found.setdefault(rows.request, []).append(_score(scores, targets, k, readout))
         return found
 

@@ -150,8 +150,8 @@ def forward_part(backbone: Backbone, spans: Sequence[Span], part: Part, x: Tenso
 def logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypasses | None]] = ()) -> Tensor:
     """Return the head's logits of rows of any adapters: [n, hidden_size] -> [n, vocab_size] in the compute dtype.
 
-    Where adapters have vocabularies of their own, vocab_size is the largest, and tokens that a row's model does not
-    have get -inf.
+    Where adapters have vocabularies of their own, vocab_size is the largest of theirs and the backbone's, so that it
+    is never less than the backbone's, and tokens that a row's model does not have get -inf.
 
     users: (number of rows, their adapter's bypasses or None), in the order of the rows; none: all rows use the bare
     model.
@@ -174,7 +174,7 @@ def _logits_of_vocabularies(backbone: Backbone, hidden: Tensor, users: Sequence[
         own.append((num_rows, bypasses))
         start += num_rows
     sizes = [vocab_size if bypasses is None else bypasses.vocab_size for bypasses in groups]
-    found = torch.full((start, max(sizes)), -inf, dtype=hidden.dtype, device=hidden.device)
+    found = torch.full((start, max(vocab_size, *sizes)), -inf, dtype=hidden.dtype, device=hidden.device)
     for size, (rows, own) in zip(sizes, groups.values(), strict=True):
         places = torch.tensor(rows, device=hidden.device)
         found[places, :size] = _logits(backbone, hidden[places], own)
