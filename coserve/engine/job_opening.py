@@ -56,7 +56,9 @@ class JobOpener:
         if not examples:
             raise JobError("a job needs examples")
         check_adapter_name(name, others.values(), self._adapters.versions)
-        if not model and checkpoint is None and not isinstance(adapter, str):  # else when its vocabulary is known
+        # Only a fresh adapter of the device's model is sure to have its vocabulary: others are known when opened.
+        is_checked = not model and checkpoint is None and not isinstance(adapter, str)
+        if is_checked:
             check_examples([*examples, *validation], self._device.info)
         start = make_start(
             job_id,
@@ -76,6 +78,9 @@ class JobOpener:
         try:
             costs = self._device.execute(start.trainer)
             assert isinstance(costs, TrainerOpened)
+            if not is_checked:
+                info = costs.other or self._device.info
+                check_examples([*examples, *validation], info, vocab_size=costs.vocab_size)
             return self._job(start, name, config, examples, validation, costs=costs, questions=questions, tenant=tenant)
         except BaseException:
             self._owed.add(DropTrainer(job_id))
@@ -95,8 +100,7 @@ class JobOpener:
         questions: Sequence[Question],
         tenant: str,
     ) -> Job:
-        """Of a trainer that the device has opened."""
-        check_examples([*examples, *validation], costs.other or self._device.info, vocab_size=costs.vocab_size)
+        """Return the job of a trainer that the device has opened, with examples that were checked."""
         positions = (costs.other or self._device.info).max_positions
         examples = with_virtual_tokens(examples, costs.num_virtual_tokens, positions)
         validation = with_virtual_tokens(validation, costs.num_virtual_tokens, positions)

@@ -32,6 +32,8 @@ from coserve.adapters import Adapter, LoraConfig, save_adapter
 from coserve.devices.job_messages import BeginPack, DropCheckpoint, DropTrainer
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.torch_trainer import TorchTrainer
+from coserve.engine import job_opening
+from coserve.engine.checks import check_examples
 from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk
 from coserve.errors import AdapterError, DataError, JobError
@@ -469,6 +471,22 @@ def test_a_gradient_that_is_not_finite_once_skips_its_step(monkeypatch, tmp_path
     assert [index for index, step in enumerate(steps) if step.norm is None] == [4]
     assert job.state == "succeeded"
     assert all(tensor.isfinite().all() for tensor in saved(engine, "mine", tmp_path).values())
+
+
+def test_the_examples_of_a_job_are_checked_once(monkeypatch, tmp_path):
+    """Since requests wait meanwhile; whatever the job begins with."""
+    engine, checked = make_engine(num_pages=100), []
+    monkeypatch.setattr(
+        job_opening, "check_examples", lambda *given, **named: checked.append(given) or check_examples(*given, **named)
+    )
+    job = engine.submit(examples_of((5, 6)), TuningConfig(), adapter=LORA, name="one")
+    assert len(checked) == 1
+    begun = engine.checkpoint(job).write(tmp_path)
+    run_jobs(engine)
+    engine.submit(examples_of((5, 6)), TuningConfig(), adapter="one", name="two")
+    assert len(checked) == 2
+    engine.submit_examples(examples_of((5, 6)), TuningConfig(), checkpoint=begun, job_id="three", name="three")
+    assert len(checked) == 3
 
 
 @pytest.mark.parametrize(
