@@ -94,9 +94,7 @@ class SampledParams:
     [n], or None where each has as many tokens as there are logits.
     """
 
-    def __init__(
-        self, params: Sequence[SamplingParams], device: torch.device, vocab_sizes: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, params: Sequence[SamplingParams], device: torch.device, vocab_sizes: Sequence[int] = ()) -> None:
         """vocab_sizes: of each row's model, where some have fewer tokens than there are logits."""
         self.last_tokens = on_device([size - 1 for size in vocab_sizes], device) if vocab_sizes else None
         self.biased = {index for index, each in enumerate(params) if each.biases}

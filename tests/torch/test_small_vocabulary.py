@@ -1,10 +1,11 @@
-"""An adapter whose model has fewer tokens than the backbone, with every setting of sampling, alone and beside others."""
+"""An adapter whose model has fewer tokens than the backbone, with every setting of sampling."""
 
 import math
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,9 @@ pytestmark = [
 ]
 SMALL, TINY = VOCAB - 6, 2
 ENDS = (1, VOCAB - 1)
-GREEDY, DRAWN = {"temperature": 0.0}, {"temperature": 1.0, "seed": 3}
-SETTINGS = {
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+DRAWN: dict[str, Any] = {"temperature": 1.0, "seed": 3}
+SETTINGS: dict[str, dict[str, Any]] = {
     "min_tokens": GREEDY | {"min_tokens": 3},
     "min_tokens drawn": DRAWN | {"min_tokens": 3},
     "stop_token_ids": GREEDY | {"min_tokens": 2, "stop_token_ids": (0,)},
@@ -66,7 +68,7 @@ def directory(size: int, *, overflows: bool = False) -> Path:
     return found
 
 
-def engine_of(size: int, **settings: object) -> Engine:
+def engine_of(size: int, **settings: Any) -> Engine:
     engine = make_engine(end_tokens=ENDS, **settings)
     engine.load_adapter("small", str(directory(size)))
     return engine
