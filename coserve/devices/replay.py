@@ -11,16 +11,19 @@ from typing import Any, NoReturn
 from msgspec.structs import asdict, replace
 
 from coserve.devices.base import Clock, Device
-from coserve.devices.job_messages import OpenTrainer
+from coserve.devices.job_messages import OpenTrainer, PublishVersion, TrainerOpened
 from coserve.devices.messages import (
     CloseGrammar,
+    CloseRequest,
     Command,
     DeviceInfo,
     ImportPages,
     OpenGrammar,
+    OpenRequest,
     OpenVersion,
     Reply,
     SetVocabulary,
+    VersionOpened,
 )
 from coserve.devices.recording import ClockRead, Collected, Executed, Submitted, leaves_a_trace, with_trace
 from coserve.devices.step_messages import PackSums, StepBatch, StepResult
@@ -86,6 +89,7 @@ class ReplayDevice:
         self.raised: Exception | None = None
         self.stopped: Exception | None = None
         self._runs: StepBatch | None = None
+        self._vocabularies = _Vocabularies(info.vocab_size)
 
     def execute(self, command: Command) -> Reply:
         if isinstance(command, SetVocabulary | OpenGrammar | CloseGrammar):
@@ -102,6 +106,7 @@ class ReplayDevice:
         reply = self._other.execute(line.command if isinstance(command, ImportPages) else command)
         if reply != line.reply:
             self._stop(DivergedError(f"{command} was answered by {line.reply}, now by {reply}"))
+        self._vocabularies.note(command, reply)
         return reply
 
     def submit(self, batch: StepBatch) -> None:
@@ -109,6 +114,8 @@ class ReplayDevice:
         recorded, pages = _taken_apart(line.batch)
         if recorded != with_trace(batch):
             self._stop(DivergedError(difference(recorded, batch)))
+        for command in batch.commands:
+            self._vocabularies.note(command)
         for command in pages:
             self._check_pages(command)
         batch = _with_pages(batch, pages)
@@ -151,7 +158,7 @@ class ReplayDevice:
     def _check_result(self, result: StepResult, batch: StepBatch) -> None:
         """Raise DivergedError for a result that no device can have: the engine works on with its tokens and counts."""
         for request, chosen in result.tokens.items():
-            if not 0 <= chosen.token < self.info.vocab_size:
+            if not 0 <= chosen.token < self._vocabularies.size_of(request):
                 self._stop(
                     DivergedError(f"token {chosen.token} was recorded for request {request!r}; no such token exists")
                 )
@@ -186,6 +193,42 @@ class ReplayDevice:
         self.tokens_equal &= all(recorded.tokens[name].token == own.tokens[name].token for name in shared)
         for job, sums in recorded.packs.items():
             self.max_loss_difference = max(self.max_loss_difference, _loss_difference(sums, own.packs[job]))
+
+
+class _Vocabularies:
+    """The number of tokens that each request's model has: adapters may have vocabularies of their own."""
+
+    def __init__(self, vocab_size: int) -> None:
+        """vocab_size: of the device's model."""
+        self._vocab_size = vocab_size
+        # Of those whose vocabulary is another than the device's.
+        self._of_jobs: dict[str, int] = {}
+        self._of_versions: dict[str, int] = {}
+        self._of_requests: dict[str, int] = {}
+
+    def note(self, command: Command, reply: Reply = None) -> None:
+        """Remember what a command that has been carried out says about vocabularies."""
+        if isinstance(command, OpenTrainer) and isinstance(reply, TrainerOpened):
+            _keep(self._of_jobs, command.job, reply.vocab_size)
+        elif isinstance(command, OpenVersion) and isinstance(reply, VersionOpened):
+            _keep(self._of_versions, command.version, reply.vocab_size)
+        elif isinstance(command, PublishVersion):
+            _keep(self._of_versions, command.version, self._of_jobs.get(command.job, 0))
+        elif isinstance(command, OpenRequest):
+            _keep(self._of_requests, command.request, self._of_versions.get(command.version, 0))
+        elif isinstance(command, CloseRequest):
+            self._of_requests.pop(command.request, None)
+
+    def size_of(self, request: str) -> int:
+        """Return the number of tokens of a request's model."""
+        return self._of_requests.get(request, self._vocab_size)
+
+
+def _keep(sizes: dict[str, int], name: str, vocab_size: int) -> None:
+    """Keep a vocabulary's size by name; 0, which stands for the device's, is not kept."""
+    sizes.pop(name, None)
+    if vocab_size:
+        sizes[name] = vocab_size
 
 
 class _ReplayClock:

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from engines import BLOCK, WatchedDevice, adapter_directory, examples_of, greedy, prompts_of
 from lengths import long_but
-from support import make_backbone
+from peft_embeddings import Cell, made_by_peft
+from support import VOCAB, make_backbone
 from typer.testing import CliRunner
 
 from coserve.adapters.methods.lora import LoraConfig
@@ -17,7 +18,7 @@ from coserve.cli.main import app
 from coserve.devices.clock import WallClock
 from coserve.devices.loading import torch_device
 from coserve.devices.profile_store import write_profile
-from coserve.devices.recording import Collected, Executed, FrameWriter, RecordingDevice, Submitted
+from coserve.devices.recording import Collected, Executed, FrameWriter, RecordingDevice, Submitted, read_frames
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.step_messages import StepBatch, StepFailure
 from coserve.engine.config import EngineConfig
@@ -163,6 +164,33 @@ def test_on_a_modelled_device_plans_are_the_same(recording):
     status, report, _ = run_again(recording, "--device", "modelled")
     assert report.pop("steps") > 50 and status == 0
     assert report == {"plans_equal": True, "tokens_equal": None, "max_loss_difference": None}
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+def test_adapters_with_more_tokens_than_the_model_are_run_again(tmp_path):
+    """One that was loaded, and one that a job has made; a token that only they have is none of the model's."""
+    made, new = made_by_peft(Cell(tied=False, resized=True)), VOCAB + 3
+    assert not isinstance(made, str)
+    plain = Engine(WatchedDevice(make_device(), WallClock()), EngineConfig(block_tokens=BLOCK))
+    engine = record(plain, str(tmp_path / "file"))
+    engine.load_adapter("wide", str(made[1]))
+    engine.submit_examples(examples_of((9, 7)), TUNING, adapter="wide", job_id="more", name="more")
+    only = SamplingParams(max_tokens=2, allowed_token_ids=(new,))
+    for name in ("wide", "more", None):
+        engine.add_tokens([1, 2], only if name else greedy(2), adapter=name, request_id=f"{name}")
+        while engine.has_work:
+            engine.step()
+    engine.device.close()
+    status, report, message = run_again(tmp_path / "file", "--device", "torch")
+    assert status == 0, message
+    assert report["plans_equal"] and report["tokens_equal"]
+    frames = [msgspec.msgpack.decode(frame) for frame in read_frames(tmp_path / "file")]
+    collected = [frame["result"]["tokens"] for frame in frames if frame["type"] == "Collected"]
+    next(tokens["None/0"] for tokens in collected if "None/0" in tokens)["token"] = new
+    encoded = [msgspec.msgpack.encode(frame) for frame in frames]
+    (tmp_path / "wrong").write_bytes(b"".join(len(frame).to_bytes(8, "little") + frame for frame in encoded))
+    status, _, message = run_again(tmp_path / "wrong", "--device", "torch")
+    assert status == 1 and f"token {new} was recorded for request 'None/0'" in message
 
 
 def test_a_recording_needs_no_other_files(recording):
