@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from coserve.devices.grammar_limits import check_pattern, check_rules, check_schema
+from coserve.devices.grammar_limits import check_length, check_pattern, check_rules, check_schema
 from coserve.devices.one_of import with_any_of
 
 GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
 _KINDS = ("json_schema", "regex", "lark", "gbnf")
-# Characters of one: what takes longer to read than the step loop and the server's loop can share a core with it.
-MAX_CHARACTERS = 131_072
 # States that the lexer of one grammar may make while texts follow it, unless it gets fewer; schemas have some hundreds.
 MAX_STATES = 8_000
 # Bytes that a state takes at most: 0.7 to 2.4 kB were measured over kinds of patterns.
@@ -25,6 +23,8 @@ WHITE_SPACE = r"( |\n[ \t]{0,40})"
 # How an error begins that ends a request whose output cannot follow its grammar any further: what compiles can still
 # turn out to be too large, or to leave no token, in the middle of a text.
 CANNOT_FOLLOW = "the grammar cannot be followed any further: "
+# Tags, and triggers, of one grammar: each tag is compared with each trigger.
+_MAX_TAGS = 1000
 # Deeper JSON is refused before it is compiled, which recurses.
 _MAX_DEPTH = 64
 
@@ -50,8 +50,7 @@ class Grammar:
     def __post_init__(self) -> None:
         if self.kind not in _KINDS or not isinstance(self.text, str):
             raise ValueError(f"grammar must be text of a kind of {', '.join(_KINDS)}, not {self.kind!r}")
-        if len(self.text) > MAX_CHARACTERS:
-            raise ValueError(f"grammar has {len(self.text)} characters; it may have {MAX_CHARACTERS}")
+        check_length(len(self.text))
 
     @classmethod
     def json_schema(cls, schema: dict[str, Any], *, is_lenient: bool = False) -> Self:
@@ -60,6 +59,7 @@ class Grammar:
             raise ValueError(f"grammar must be a JSON schema, an object, not {json.dumps(schema)[:100]}")
         if _depth(schema) > _MAX_DEPTH:
             raise ValueError(f"grammar is a JSON schema nested more than {_MAX_DEPTH} deep")
+        check_length(len(json.dumps(schema)))
         check_schema(schema)
         if not is_lenient:
             schema = with_any_of(schema)
@@ -73,6 +73,7 @@ class Grammar:
     @classmethod
     def regex(cls, pattern: str) -> Self:
         """A text that the pattern matches as a whole."""
+        check_length(len(pattern))
         check_pattern(pattern)
         return cls(kind="regex", text=pattern)
 
@@ -81,11 +82,13 @@ class Grammar:
         """One of some texts."""
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ValueError("grammar must be a choice of texts that are not empty, at least one")
+        check_length(sum(map(len, texts)))
         return cls(kind="lark", text="start: " + " | ".join(map(_quoted, dict.fromkeys(texts))))
 
     @classmethod
     def notation(cls, text: str) -> Self:
         """A grammar as clients write them: GBNF where rules are defined by `::=`, otherwise Lark's notation."""
+        check_length(len(text))
         is_gbnf = "::=" in text
         check_rules(text, is_gbnf=is_gbnf)
         return cls(kind="gbnf" if is_gbnf else "lark", text=text)
@@ -100,8 +103,10 @@ class Grammar:
         if not tags or at_least < 0 or (at_most is not None and not max(1, at_least) <= at_most):
             raise ValueError("grammar must have tags, and at_most at least at_least and 1")
         rules = [f"tag: {' | '.join(f'tag_{place}' for place in range(len(tags)))}"]
+        num_characters = len(rules[0])
         for place, tag in enumerate(tags):
             rules.append(f"tag_{place}: {tag.in_lark()}")
+            check_length(num_characters := num_characters + len(rules[-1]))
         more = f"({_quoted(separator)} tag)" if separator else "(tag)"
         rest = "" if at_most == 1 else f" {more}{{{max(0, at_least - 1)},{'' if at_most is None else at_most - 1}}}"
         start = f"start: tag{rest}" if at_least else f"start: (tag{rest})?"
@@ -110,14 +115,22 @@ class Grammar:
     @classmethod
     def triggered(cls, tags: Sequence["Tag"], *, triggers: Sequence[str]) -> Self:
         """Any text, in which whatever begins with a trigger is one of the tags that begin with it."""
-        start, rules = [], []
+        if max(len(tags), len(triggers)) > _MAX_TAGS:
+            raise ValueError(f"grammar has {len(tags)} tags and {len(triggers)} triggers; {_MAX_TAGS} are allowed")
+        start, rules, num_characters = [], [], 0
         for place, trigger in enumerate(triggers):
             begun = [tag for tag in tags if trigger and tag.begin.startswith(trigger)]
             if not begun:
                 raise ValueError(f"grammar has a trigger {trigger!r} with which no tag begins")
             start.append(f"part_{place}")
-            ways = " | ".join(tag.in_lark(after=trigger) for tag in begun)
-            rules += [f"trigger_{place}[lazy]: TEXT {_quoted(trigger)}", f"part_{place}: trigger_{place} ({ways})"]
+            ways = []
+            for tag in begun:
+                ways.append(tag.in_lark(after=trigger))
+                check_length(num_characters := num_characters + len(ways[-1]))
+            rules += [
+                f"trigger_{place}[lazy]: TEXT {_quoted(trigger)}",
+                f"part_{place}: trigger_{place} ({' | '.join(ways)})",
+            ]
         if left := [tag.begin for tag in tags if not any(tag.begin.startswith(trigger) for trigger in triggers)]:
             raise ValueError(f"grammar has a tag that begins with {left[0]!r}, and no trigger for it")
         whole = [f"start: ({' | '.join(start)})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/", *rules]

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, TypeVar
 
+# Characters of a grammar, and of a JSON schema as JSON.
+MAX_CHARACTERS = 131_072
 # Steps from a schema to its deepest part: a reference, or from a schema to one within it. The sandbox's stack holds at
 # least twice as many of each kind.
 MAX_SCHEMA_STEPS = 128
@@ -23,28 +25,36 @@ _Node = TypeVar("_Node", bound=Hashable)
 _ONE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "dependentSchemas")
-# In Lark's notation: comments, texts and patterns, which have no names in them; a rule's beginning; a name.
+# In Lark's notation: comments, texts and patterns, which have no names in them; a rule's beginning; a name. All three
+# take time in proportion to what they read: no part is tried again in another way, and a text, a pattern or a class
+# that does not end takes the rest.
 _LARK_PART = re.compile(
-    r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/"""
-    r"""|(?:^|\n)[ \t]*[?!]?(?P<rule>[A-Za-z_]\w*)[^:\n"/]*:|(?P<name>[A-Za-z_]\w*)"""
+    r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\\n])++/?"""
+    r"""|(?:^|\n)[ \t]*+[?!]?+(?P<rule>[A-Za-z_]\w*+)[^:\n"/]*+:|(?P<name>[A-Za-z_]\w*+)"""
 )
 _GBNF_PART = re.compile(
-    r"""\#[^\n]*|"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]"""
-    r"""|(?:^|\n)[ \t]*(?P<rule>[\w-]+)[ \t]*::=|(?P<name>[A-Za-z_][\w-]*)"""
+    r"""\#[^\n]*|"(?:\\.|[^"\\\n])*+"?|\[(?:\\.|[^\]\\\n])*+\]?"""
+    r"""|(?:^|\n)[ \t]*+(?P<rule>[\w-]++)[ \t]*+::=|(?P<name>[A-Za-z_][\w-]*+)"""
 )
-_REGEX_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|(?P<open>\()|(?P<close>\))", re.DOTALL)
+_REGEX_PART = re.compile(r"\\.|\[\^?+\]?+(?:\\.|[^\]\\])*+\]?|(?P<open>\()|(?P<close>\))", re.DOTALL)
+
+
+def check_length(num_characters: int) -> None:
+    """Reject a grammar that is too long; ValueError. It comes before every check that reads the grammar."""
+    if num_characters > MAX_CHARACTERS:
+        raise ValueError(f"grammar has {num_characters} characters; it may have {MAX_CHARACTERS}")
 
 
 def check_schema(schema: dict[str, Any]) -> None:
     """Reject a JSON schema that is too deep, or merges too much, once its references are resolved; ValueError."""
     document = _Document(schema)
-    steps = height("", document.parts)
+    steps = height(document.root, document.parts)
     if steps > MAX_SCHEMA_STEPS:
         raise ValueError(
             f"grammar is a JSON schema of {steps} steps from its root to its deepest part, with its references "
             f"resolved; {MAX_SCHEMA_STEPS} are allowed"
         )
-    if total("", document.merged) > MAX_MERGED:
+    if total(document.root, document.merged) > MAX_MERGED:
         raise ValueError(
             f"grammar is a JSON schema in which allOf merges more than {MAX_MERGED} schemas into one, with its "
             "references resolved"
@@ -108,46 +118,46 @@ def _folded(root: _Node, parts: Callable[[_Node], Iterable[_Node]], combine: Cal
 
 
 class _Document:
-    """A schema and those within it, each named by its JSON pointer."""
+    """A schema and those within it, each named by the identity of its object: pointers would be as long as all keys."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema
-        self._found: dict[str, Any] = {"": schema}
+        self._found: dict[int, Any] = {}
+        self.root = self._named(schema)
 
-    def parts(self, pointer: str) -> list[str]:
-        """Return the pointers of the schemas that one is made of."""
-        found = self._at(pointer)
+    def parts(self, node: int) -> list[int]:
+        """Return the schemas that one is made of."""
+        found = self._found[node]
         if not isinstance(found, dict):
             return []
-        parts = [f"{pointer}/{name}" for name in _ONE if isinstance(found.get(name), dict)]
+        parts = [found[name] for name in _ONE if isinstance(found.get(name), dict)]
         for name in _LISTS:
             if isinstance(each := found.get(name), list):
-                parts += [f"{pointer}/{name}/{place}" for place in range(len(each))]
+                parts += each
         for name in _NAMED:
             if isinstance(each := found.get(name), dict):
-                parts += [f"{pointer}/{name}/{_escaped(key)}" for key in each]
-        for part in parts:
-            if part not in self._found:
-                self._found[part] = _step(self._found[pointer], part[len(pointer) + 1 :])
-        return parts + self._reference(found)
+                parts += each.values()
+        return [self._named(part) for part in parts + self._reference(found)]
 
-    def merged(self, pointer: str) -> list[str]:
-        """Return the pointers of the schemas that `allOf` and a reference merge into one."""
-        found = self._at(pointer)
+    def merged(self, node: int) -> list[int]:
+        """Return the schemas that `allOf` and a reference merge into one."""
+        found = self._found[node]
         if not isinstance(found, dict):
             return []
         several = found.get("allOf")
-        parts = [f"{pointer}/allOf/{place}" for place in range(len(several))] if isinstance(several, list) else []
-        return parts + self._reference(found)
+        parts = several if isinstance(several, list) else []
+        return [self._named(part) for part in parts + self._reference(found)]
 
-    def _reference(self, found: dict[str, Any]) -> list[str]:
+    def _named(self, schema: Any) -> int:
+        self._found[id(schema)] = schema
+        return id(schema)
+
+    def _reference(self, found: dict[str, Any]) -> list[Any]:
+        """Return the schema that a reference within the document leads to, if there is one."""
         reference = found.get("$ref")
-        return [reference[1:]] if isinstance(reference, str) and reference.startswith("#") else []
-
-    def _at(self, pointer: str) -> Any:
-        if pointer not in self._found:
-            self._found[pointer] = _step(self._schema, pointer[1:]) if pointer else self._schema
-        return self._found[pointer]
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return []
+        return [self._schema if reference == "#" else _step(self._schema, reference[2:])]
 
 
 def _step(value: Any, pointer: str) -> Any:
@@ -161,10 +171,6 @@ def _step(value: Any, pointer: str) -> Any:
         else:
             return None
     return value
-
-
-def _escaped(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")
 
 
 def _rules(text: str, part: re.Pattern[str]) -> dict[str, list[str]]:

@@ -12,7 +12,8 @@ import torch
 
 from coserve.devices.allocated import allocated_bytes
 from coserve.devices.device_grammars import DeviceGrammars
-from coserve.devices.grammar import MAX_CHARACTERS, STATE_BYTES, TOO_MANY_STATES, Grammar, Tag
+from coserve.devices.grammar import STATE_BYTES, TOO_MANY_STATES, Grammar, Tag
+from coserve.devices.grammar_limits import MAX_CHARACTERS
 from coserve.devices.matching import GrammarCompiler, Vocabulary
 from coserve.devices.sampling import SamplingRow, sample
 from coserve.devices.sampling_params import SamplingParams
