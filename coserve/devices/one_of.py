@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
-# Comparisons of two schemas for one document, and steps down into them: what needs more is taken to overlap.
-_MAX_COMPARISONS, _MAX_STEPS = 20_000, 24
+# Parts of schemas that comparisons within one document may read, and their steps down into schemas.
+_MAX_READ, _MAX_STEPS = 400_000, 24
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 # Pairs of bounds, by the type that they bound.
 _BOUNDS = {
@@ -26,46 +26,77 @@ _Schema = Mapping[str, Any]
 def with_any_of(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema with `anyOf` in the place of each `oneOf`; ValueError names branches that may overlap."""
     branches = _Branches(schema)
-    found: dict[str, Any] = branches.rewritten(schema, "#")
+    found: dict[str, Any] = branches.rewritten(schema)
     return found
+
+
+class _TooMuchError(Exception):
+    """Comparisons that would read more than `_MAX_READ`."""
 
 
 class _Branches:
     """Compares branches within one document."""
 
     def __init__(self, document: dict[str, Any]) -> None:
-        self._document, self._num_comparisons = document, 0
+        self._document, self._num_read = document, 0
+        # Names and places from the document to the schema that is rewritten.
+        self._way: list[str] = []
+        # By a keyword and the identity of its value: the value, so that it stays, and what stands for its parts.
+        self._keys: dict[tuple[str, int], tuple[Any, frozenset[Any]]] = {}
 
-    def rewritten(self, value: Any, where: str, *, is_map: bool = False) -> Any:
+    def rewritten(self, value: Any, *, is_map: bool = False) -> Any:
         """Return a schema, or a list or (is_map) a mapping of some, without `oneOf`."""
         if isinstance(value, list):
-            return [self.rewritten(each, f"{where}/{place}") for place, each in enumerate(value)]
+            return [self._rewritten_at(str(place), each) for place, each in enumerate(value)]
         if not isinstance(value, dict):
             return value
         if not is_map and isinstance(branches := value.get("oneOf"), list):
-            self._check(branches, value, where)
+            try:
+                self._check(branches, value)
+            except _TooMuchError:
+                raise ValueError(
+                    f"grammar has a oneOf at {self._where()} whose branches take too long to compare, so that two may "
+                    "both match a value: write anyOf"
+                ) from None
             value = _renamed(value)
         found = {}
         for name, each in value.items():
             is_data = not is_map and name in _DATA
             within_map = not is_map and name in _MAPS
-            found[name] = each if is_data else self.rewritten(each, f"{where}/{name}", is_map=within_map)
+            found[name] = each if is_data else self._rewritten_at(name, each, is_map=within_map)
         return found
 
-    def _check(self, branches: list[Any], holder: _Schema, where: str) -> None:
+    def _rewritten_at(self, name: str, value: Any, *, is_map: bool = False) -> Any:
+        self._way.append(name)
+        found = self.rewritten(value, is_map=is_map)
+        self._way.pop()
+        return found
+
+    def _where(self) -> str:
+        return "/".join(["#", *self._way])
+
+    def _check(self, branches: list[Any], holder: _Schema) -> None:
         for (first, one), (second, other) in combinations(enumerate(branches), 2):
-            if not self.are_disjoint(_within(holder, self._resolved(one)), _within(holder, self._resolved(other)), 0):
+            if not self.are_disjoint(self._branch(holder, one), self._branch(holder, other), 0):
                 raise ValueError(
-                    f"grammar has a oneOf at {where} whose branches {first} and {second} may both match a value: write "
-                    "anyOf, or make them differ by type, or by the const of a property that both require"
+                    f"grammar has a oneOf at {self._where()} whose branches {first} and {second} may both match a "
+                    "value: write anyOf, or make them differ by type, or by the const of a property that both require"
                 )
+
+    def _branch(self, holder: _Schema, branch: Any) -> Any:
+        """Return a branch, with its reference resolved, and what the schema that has it says of all branches."""
+        resolved = self._resolved(branch)
+        for schema in (holder, resolved):
+            self._read(schema, len(_mapping(schema, "properties")) if isinstance(schema, Mapping) else 0)
+        return _within(holder, resolved)
 
     def are_disjoint(self, one: Any, other: Any, steps: int) -> bool:
         """Return whether it is sure that no value matches both."""
-        self._num_comparisons += 1
-        if steps > _MAX_STEPS or self._num_comparisons > _MAX_COMPARISONS:
-            return False
         one, other = self._resolved(one), self._resolved(other)
+        self._read(one)
+        self._read(other)
+        if steps > _MAX_STEPS:
+            return False
         if one is False or other is False:
             return True
         if not isinstance(one, Mapping) or not isinstance(other, Mapping):
@@ -103,22 +134,45 @@ class _Branches:
     def _values_are_disjoint(self, one: _Schema, other: _Schema) -> bool:
         values, others = _values(one), _values(other)
         if values is not None and others is not None:
-            return not any(_equal(value, each) for value in values for each in others)
+            return self._keys_of(one).isdisjoint(self._keys_of(other))
         if values is not None:
-            return not any(_may_match(value, other) for value in values)
+            return not _may_match_any(values, other)
         if others is not None:
-            return not any(_may_match(value, one) for value in others)
+            return not _may_match_any(others, one)
         return all(_bounds_exclude(kind, one, other) for kind in _types(one) & _types(other))
+
+    def _keys_of(self, schema: _Schema) -> frozenset[Any]:
+        """Return what stands for each value of `const` or `enum`; made once for each of them."""
+        name = "const" if "const" in schema else "enum"
+        value = schema[name]
+        if (name, id(value)) not in self._keys:
+            self._keys[name, id(value)] = value, frozenset(map(_key, _values(schema) or ()))
+        return self._keys[name, id(value)][1]
+
+    def _read(self, schema: Any, num_more: int = 0) -> None:
+        """Count what a comparison reads of a schema, and num_more; _TooMuchError."""
+        self._num_read += _num_parts(schema) + num_more
+        if self._num_read > _MAX_READ:
+            raise _TooMuchError
 
     def _resolved(self, schema: Any) -> Any:
         """Return what a reference leads to, unless there is more beside it."""
         for _ in range(_MAX_STEPS):
             if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
                 return schema
+            self._read(schema, len(reference))
             found = _at(self._document, reference)
             beside = {name: value for name, value in schema.items() if name != "$ref"}
             schema = {"allOf": [found, beside]} if beside.keys() & {"type", "properties", "const", "enum"} else found
         return {}
+
+
+def _num_parts(schema: Any) -> int:
+    """Return how many parts of a schema a comparison reads, without the schemas within it; at least 5."""
+    if not isinstance(schema, Mapping):
+        return 5
+    lists = (schema.get(name) for name in ("enum", "required", "type"))
+    return 5 + len(schema) + sum(len(each) for each in lists if isinstance(each, list))
 
 
 def _renamed(schema: dict[str, Any]) -> dict[str, Any]:
@@ -188,18 +242,26 @@ def _values(schema: _Schema) -> list[Any] | None:
     return found if isinstance(found, list) else None
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """Return whether two values may be the same as JSON has it; true and 1 are not."""
-    return isinstance(one, bool) == isinstance(other, bool) and one == other
+def _key(value: Any) -> Any:
+    """Return what is equal for two values exactly if they are the same as JSON has it: 1 and 1.0 are, true is not."""
+    if isinstance(value, Mapping):
+        return "object", frozenset((name, _key(each)) for name, each in value.items())
+    if isinstance(value, list):
+        return "array", tuple(map(_key, value))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return type(value).__name__, value
+    # As a text, whose hash nobody can foresee: numbers can be chosen to have the same.
+    return "number", hex(int(value)) if isinstance(value, int) or value.is_integer() else value.hex()
 
 
-def _may_match(value: Any, schema: _Schema) -> bool:
-    if not set(_types_of(value)) & _types(schema):
-        return False
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        lowest, highest = _range(schema)
-        return lowest <= value <= highest
-    return True
+def _may_match_any(values: list[Any], schema: _Schema) -> bool:
+    """Return whether one of some values may match a schema."""
+    types, (lowest, highest) = _types(schema), _range(schema)
+    return any(
+        not types.isdisjoint(_types_of(value))
+        and (isinstance(value, bool) or not isinstance(value, int | float) or lowest <= value <= highest)
+        for value in values
+    )
 
 
 def _bounds_exclude(kind: str, one: _Schema, other: _Schema) -> bool:

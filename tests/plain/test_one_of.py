@@ -37,6 +37,7 @@ DISJOINT: dict[str, dict[str, Any]] = {
     "reported": REPORTED,
     "types": of({"type": "string"}, {"type": ["integer", "null"]}, {"type": "array"}),
     "values": of({"const": 1}, {"enum": ["a", True]}, {"const": None}),
+    "values of other types": of({"const": True}, {"const": 1}, {"enum": [[1], "1"]}, {"enum": [{"a": 1}, [True]]}),
     "a value and a type": of({"const": "a"}, {"type": "number"}),
     "bounds": of({"type": "integer", "maximum": 3}, {"type": "number", "minimum": 4}),
     "a value and a bound": of({"const": 2}, {"type": "integer", "minimum": 3}),
@@ -67,6 +68,7 @@ OVERLAPPING: dict[str, dict[str, Any]] = {
     "same": of({"type": "string"}, {"type": "string"}),
     "integers are numbers": of({"type": "integer"}, {"type": "number"}),
     "true is not 1 but 1.0 is": of({"const": 1}, {"enum": [1.0]}),
+    "lists of equal numbers": of({"const": [1, {"a": 2.0}]}, {"enum": [[1.0, {"a": 2}]]}),
     "patterns": of({"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}),
     "nobody requires it": of(kind("cat", required=False), kind("dog", required=False)),
     "bounds that touch": of({"type": "integer", "maximum": 3}, {"type": "integer", "minimum": 3}),
@@ -116,3 +118,13 @@ def test_many_branches_take_a_bounded_time():
     branch = {"type": "object", "properties": {"a": {"anyOf": [{"type": "string"}] * 20}}, "required": ["a"]}
     with pytest.raises(ValueError, match="may both match"):
         Grammar.json_schema(of(*[branch] * 200))
+
+
+def test_a_union_of_many_described_objects_is_followed():
+    def branch(number: int) -> dict[str, Any]:
+        names = [f"field_{place}" for place in range(15)]
+        properties = {name: {"type": "string", "description": "A field. " * 5} for name in names}
+        found = {"type": "object", "description": "A kind of objects. " * 20, "required": ["kind", *names]}
+        return {**found, "properties": {"kind": {"const": f"kind_{number}"}, **properties}}
+
+    assert "anyOf" in Grammar.json_schema(of(*map(branch, range(60)))).text
