@@ -128,7 +128,7 @@ def grammar(value: Any, given: Given) -> dict[str, Any]:
         return {"guided_grammar": value} if value.strip() else {}
     kind = value.get("type") if isinstance(value, Mapping) else None
     names = {"json": "guided_json", "json_object": "guided_json", "regex": "guided_regex"}
-    if kind in names and value.get("value") is not None:
+    if isinstance(kind, str) and kind in names and value.get("value") is not None:
         return {names[kind]: value["value"]}
     if kind == "json_schema" and isinstance(value.get("value"), Mapping):
         return {"guided_json": value["value"].get("schema")}

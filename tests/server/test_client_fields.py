@@ -168,6 +168,7 @@ def test_usage_of_openrouter_comes_at_the_end_of_a_stream(client: OpenAI):
         ({"do_sample": False, "temperature": 0.5}, "do_sample is false, and temperature is 0.5"),
         ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n is 64: repetition_penalty counts the whole"),
         ({"grammar": {"type": "xml"}}, "grammar must be a text"),
+        ({"grammar": {"type": [], "value": 1}}, "grammar must be a text"),
     ],
 )
 def test_values_without_a_counterpart_are_refused(served: Served, fields: dict[str, Any], words: str):
