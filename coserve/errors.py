@@ -138,7 +138,8 @@ class EngineGoneError(CoserveError):
 class SandboxError(CoserveError):
     """A call that has no result, since its process ended.
 
-    failure: "crashed"; "memory" or "time" for a limit of its own; "late" where a busy machine held it up.
+    failure: "crashed"; "memory" or "time" for a limit of its own; "late" where a busy machine held it up; "killed" or
+    "unstarted" where its process ended for no reason of the call's.
     """
 
     def __init__(self, message: str, *, failure: str) -> None:

@@ -2,11 +2,13 @@
 
 import ctypes
 import os
+import signal
 import time
 from contextlib import suppress
 from typing import Any, ClassVar
 
 from coserve.sandbox.task import Task
+from coserve.sandbox.template import UNSTARTED
 
 
 class Obedient(Task):
@@ -60,6 +62,14 @@ class Obedient(Task):
 
     def sleep(self, number: int) -> Any:
         time.sleep(number)
+
+    def be_killed(self, number: int) -> Any:
+        """End as the kernel ends processes where memory is short."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def be_unstarted(self, number: int) -> Any:
+        """End as a process does that cannot start its thread."""
+        os._exit(UNSTARTED)
 
     def fail(self, number: int) -> Any:
         raise ValueError("wrong")

@@ -70,7 +70,7 @@ class GrammarChecker:
 
         Raises:
             RequestError: it cannot be used, or compiling it would end this process or take too much.
-            SandboxError: the machine is too busy to tell.
+            SandboxError: the machine is too busy to tell, or has no memory or threads to try it; it may pass later.
         """
         try:
             verdict: Verdict = self._sandbox.run(grammar)

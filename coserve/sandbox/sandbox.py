@@ -24,7 +24,7 @@ import msgspec
 import coserve
 from coserve.errors import SandboxError
 from coserve.sandbox.task import Ended, Failure, Limits, Task, task_name
-from coserve.sandbox.template import LENGTH, OUT_OF_MEMORY
+from coserve.sandbox.template import LENGTH, OUT_OF_MEMORY, UNSTARTED
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ _MESSAGES: dict[Failure, str] = {
     "crashed": "it crashed the process that ran it",
     "memory": "it needs more than the {memory_mb} MB of memory that it may have",
     "time": "it takes more than the {cpu_s} s of computing that it may have",
+    "killed": "the process that ran it was killed from outside",
+    "unstarted": "no process could start it",
     "late": "it was not done within {wall_s:.0f} s",
 }
 
@@ -117,11 +119,14 @@ class Sandbox:
         raise self._error(self._failure(ended), ended.stderr)
 
     def _failure(self, ended: Ended) -> Failure:
-        if ended.status in (-signal.SIGXCPU, -signal.SIGKILL):
-            # Beside its hard limit of time, the kernel kills a process so where the machine has no memory.
-            return "time" if ended.status == -signal.SIGXCPU else "memory"
+        if ended.status == -signal.SIGXCPU:
+            return "time"
+        if ended.status == -signal.SIGKILL:
+            return "killed"  # as the kernel does where the machine has no memory
         if ended.status == -signal.SIGALRM:
             return "late"
+        if ended.status == UNSTARTED:
+            return "unstarted"
         # As Rust and C++ say it before they abort.
         no_memory = "memory allocation of" in ended.stderr or "bad_alloc" in ended.stderr
         return "memory" if no_memory or ended.status == OUT_OF_MEMORY else "crashed"
@@ -131,7 +136,7 @@ class Sandbox:
         message = _MESSAGES[failure].format(
             memory_mb=limits.memory_bytes >> 20, cpu_s=limits.cpu_s, wall_s=limits.wall_s
         )
-        level = logging.WARNING if failure == "crashed" else logging.DEBUG
+        level = logging.WARNING if failure in ("crashed", "unstarted") else logging.DEBUG
         _log.log(
             level, "a call of %s has no result: %s (%s)", self._task.__name__, message, " ".join(reason.split())[-300:]
         )

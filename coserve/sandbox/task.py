@@ -42,7 +42,9 @@ class Limits:
     wall_s: float = 30.0
 
 
-Failure = Literal["crashed", "memory", "time", "late"]
+# The first three are due to the call, which would fail so again. The others are due to the machine: "late" where it is
+# busy, "killed" as the kernel does without memory, "unstarted" where there are no more threads or files.
+Failure = Literal["crashed", "memory", "time", "late", "killed", "unstarted"]
 
 
 class Ended(msgspec.Struct, frozen=True):

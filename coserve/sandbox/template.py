@@ -28,7 +28,7 @@ LENGTH = struct.Struct("<Q")
 # Bytes of a call's standard error that are kept.
 _STDERR_BYTES = 2000
 # Exit statuses of a call's process.
-DONE, RAISED, OUT_OF_MEMORY = 0, 1, 2
+DONE, RAISED, OUT_OF_MEMORY, UNSTARTED = 0, 1, 2, 3
 _NICENESS = 5
 
 
@@ -119,7 +119,7 @@ def _forked(task: Task, limits: Limits, data: int, report: int) -> _Child:
 
 def _run_child(task: Task, limits: Limits, data: int, stderr: int, parent: int) -> NoReturn:
     """Answer one call; never returns to the caller's stack."""
-    status = RAISED
+    status = UNSTARTED
     try:
         end_with_parent()
         if os.getppid() != parent:  # it ended before the kernel was told

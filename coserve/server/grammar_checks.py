@@ -59,7 +59,8 @@ class GrammarChecks:
             param: the field of the body that it comes from.
 
         Raises:
-            ApiError: it cannot be used (400), or too many of the tenant's are being tried (503).
+            ApiError: it cannot be used (400), or too many of the tenant's are being tried, or the machine cannot try it
+                now (503).
         """
         check_texts(grammar.text, param=param)
         try:
@@ -87,8 +88,14 @@ class GrammarChecks:
         key = tenant, grammar
         if key not in self._trying:
             self._trying[key] = asyncio.ensure_future(self._try(grammar, checker, tenant))
-            self._trying[key].add_done_callback(lambda _: self._trying.pop(key))
+            self._trying[key].add_done_callback(lambda task: self._end_trying(key, task))
         await asyncio.shield(self._trying[key])
+
+    def _end_trying(self, key: tuple[str, Grammar], task: asyncio.Task[None]) -> None:
+        """Forget a trial, and take note of its error: those who waited for it may all be gone."""
+        del self._trying[key]
+        if not task.cancelled():
+            task.exception()
 
     async def _try(self, grammar: Grammar, checker: GrammarChecker, tenant: str) -> None:
         try:
@@ -134,7 +141,8 @@ class GrammarChecks:
 
 def _busy() -> ApiError:
     return ApiError(
-        "too many grammars are being compiled; try again in a few seconds",
+        "the grammar cannot be tried now: too many are being compiled, or the machine is short of memory; try again in "
+        "a few seconds",
         status=503,
         kind="server_error",
         headers={"Retry-After": "2"},

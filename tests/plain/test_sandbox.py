@@ -50,6 +50,8 @@ def test_a_call_finds_the_prepared_state_as_it_was(sandbox: Sandbox):
         ("fault", 0, "crashed"),
         ("overflow", 8 << 20, "crashed"),
         ("fail", 0, "crashed"),
+        ("be_killed", 0, "killed"),
+        ("be_unstarted", 0, "unstarted"),
         ("allocate", 1 << 30, "memory"),
         ("allocate_and_abort", 0, "memory"),
         ("compute", 60, "time"),
@@ -63,6 +65,13 @@ def test_a_call_that_goes_wrong_says_why_and_costs_itself_alone(sandbox: Sandbox
     assert error.value.failure == failure, error.value
     assert sandbox.run(("say", 1)) == ["ab", 1]
     assert sandbox.pid == before
+
+
+def test_a_call_whose_thread_cannot_start_is_not_taken_for_one_that_crashes():
+    """No address space is left for its stack, as at a limit of threads."""
+    with OwnSandbox(replace(LIMITS, memory_bytes=-(140 << 20))) as own, pytest.raises(SandboxError) as error:
+        own.run(("say", 1))
+    assert error.value.failure == "unstarted"
 
 
 def test_a_call_that_a_busy_machine_holds_up_is_late():
