@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -11,6 +11,8 @@ from coserve.server.batch_deaths import LineDeaths
 from coserve.server.responses import to_json
 
 _FILE = "under_way.jsonl"
+# A journal that is smaller is not compacted.
+_MIN_COMPACTED_BYTES = 1 << 18
 
 
 class LineFile:
@@ -36,6 +38,25 @@ class LineFile:
                 os.ftruncate(file.fileno(), size)
                 raise
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file; 0 if there is none."""
+        return self._path.stat().st_size if self._path.exists() else 0
+
+    def replace(self, values: Collection[Any]) -> None:
+        """Have these lines alone, all of them or, after an OSError, those of before. No lines need no room on the disk."""
+        with self._lock:
+            if not values:
+                self._path.unlink(missing_ok=True)
+                return
+            part = self._path.with_name(f"{self._path.name}.part")
+            with part.open("wb") as file:
+                for value in values:
+                    file.write(to_json(value) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(self._path)
+
     def read(self) -> Iterator[Any]:
         """Yield all lines, while nobody appends; a last one that was not written whole is removed."""
         if not self._path.exists():
@@ -57,29 +78,53 @@ class LineFile:
 
 
 class BatchJournal:
-    """The journal of one batch. A process that dies leaves the lines in it that it was at. Calls block."""
+    """The journal of one batch: a process that dies leaves in it the lines that were under way. Calls block; from any
+    thread.
+
+    Lines that are tried again add to it each time. What has no effect any more is dropped when the file has grown to
+    twice its size after the last time, so that its size is bounded by the number of the batch's lines.
+    """
 
     def __init__(self, directory: Path) -> None:
-        self._file = LineFile(directory / _FILE)
+        self._file, self._lock = LineFile(directory / _FILE), Lock()
+        self._max_bytes = _MIN_COMPACTED_BYTES
 
     def begin(self, custom_id: str) -> None:
         """Record that a line is under way; before anything is done for it."""
-        self._file.append({"begin": custom_id})
+        self._append({"begin": custom_id})
 
     def leave(self, custom_id: str) -> None:
         """Record that a line is not under way any more, though it was not answered."""
-        self._file.append({"leave": custom_id})
+        self._append({"leave": custom_id})
 
     def rest(self) -> None:
-        """Record that no line is under way: the server ends in good order."""
-        self._file.append({"rest": True})
+        """Record that no line is under way: of the journal only the deaths are left."""
+        with self._lock:
+            _, deaths = self._read()
+            self._file.replace(_deaths_on_record(deaths))
 
     def died(self, deaths: Mapping[str, LineDeaths]) -> None:
         """Record the deaths of lines that were under way when a process died, and are not any more."""
-        self._file.append(*({"died": id, "num": each.num, "num_lines": each.num_lines} for id, each in deaths.items()))
+        self._append(*_deaths_on_record(deaths))
 
     def read(self) -> tuple[set[str], dict[str, LineDeaths]]:
         """Return the lines that are under way, also those that were answered since; and the deaths of all lines."""
+        with self._lock:
+            return self._read()
+
+    def _append(self, *values: Any) -> None:
+        with self._lock:
+            if self._file.num_bytes >= self._max_bytes:
+                self._compact()
+            self._file.append(*values)
+
+    def _compact(self) -> None:
+        """Drop all that has no effect any more; the lock is held."""
+        under_way, deaths = self._read()
+        self._file.replace([*_deaths_on_record(deaths), *({"begin": id} for id in under_way)])
+        self._max_bytes = max(_MIN_COMPACTED_BYTES, 2 * self._file.num_bytes)
+
+    def _read(self) -> tuple[set[str], dict[str, LineDeaths]]:
         under_way: set[str] = set()
         deaths: dict[str, LineDeaths] = {}
         for each in self._file.read():
@@ -87,9 +132,12 @@ class BatchJournal:
                 under_way.add(each["begin"])
             elif "leave" in each:
                 under_way.discard(each["leave"])
-            elif "died" in each:
+            else:
                 under_way.discard(each["died"])
                 deaths[each["died"]] = LineDeaths(num=each["num"], num_lines=each["num_lines"])
-            else:
-                under_way.clear()
         return under_way, deaths
+
+
+def _deaths_on_record(deaths: Mapping[str, LineDeaths]) -> list[dict[str, Any]]:
+    """Return the lines of a journal that say these deaths."""
+    return [{"died": id, "num": each.num, "num_lines": each.num_lines} for id, each in deaths.items()]

@@ -135,11 +135,14 @@ class BatchRunner:
         return under_way - answered - failed
 
     async def _charge(self, id: str, lines: set[str], num_lines: int) -> None:
-        """Charge one more death to lines of a batch; those that it proves guilty are set aside."""
+        """Charge one more death to lines of a batch; those that it proves guilty are set aside. Of the batch's journal
+        only deaths are left.
+        """
         results = self._results[id]
         deaths = {line: self._lines.turns.charge((id, line), num_lines=num_lines) for line in lines}
         if deaths:
             await until_done(results.journal.died, deaths)
+        await until_done(results.journal.rest)
         for line, each in deaths.items():
             if each.is_guilty:
                 await set_aside(results, line, each)

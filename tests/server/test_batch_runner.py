@@ -17,6 +17,7 @@ from homes import TENANT, HandMade
 
 from coserve.errors import EngineGoneError
 from coserve.jobs.records import BATCH_OVER, BatchRecord, new_id
+from coserve.server.batch_deaths import LineDeaths
 from coserve.server.batch_files import BatchResults
 from coserve.server.batch_lines import Answer, LineRequest
 from coserve.server.batch_runner import BatchRunner
@@ -344,6 +345,25 @@ def test_lines_under_way_when_a_server_ends_in_good_order_are_charged_with_nothi
         assert (await home.until_over(batch)).num_completed == 2
         assert suspects == [False]
         await last.close()
+
+    run(test)
+
+
+def test_a_start_drops_what_is_no_longer_of_use_in_a_journal(home: Home):
+    async def test() -> None:
+        batch = home.batch("a", "b")
+        results = BatchResults(home.path / "batches" / batch.id)
+        for _ in range(1000):
+            results.journal.begin("a")
+            results.journal.leave("a")
+        results.journal.begin("b")
+        server = home.runner(only_a)
+        server.start()
+        await until(partial(has_completed_one, server, batch))
+        await until(lambda: BatchResults(home.path / "batches" / batch.id).journal.read()[0] == {"a", "b"})
+        assert (home.path / "batches" / batch.id / "under_way.jsonl").stat().st_size < 1000
+        await server.close()
+        assert results.journal.read() == (set(), {"b": LineDeaths(num=1, num_lines=1)})
 
     run(test)
 
