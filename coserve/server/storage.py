@@ -26,13 +26,22 @@ class Storage:
         self._problem: str | None = None
         self._found: dict[str, Any] = {}
         self._looked_s = float("-inf")
+        self._looking = asyncio.Lock()
 
     async def check(self) -> dict[str, Any]:
-        """Try to write, and log a change; returns what /v1/status shows. One look serves all who ask for a while."""
-        if time.monotonic() - self._looked_s < _FRESH_S:
+        """Try to write, and log a change; returns what /v1/status shows. One look serves all who ask for a while, and
+        those who ask during it wait for its result.
+        """
+        async with self._looking:
+            if time.monotonic() - self._looked_s >= _FRESH_S:
+                problem, free_bytes = await asyncio.to_thread(self._look)
+                self._log_change(problem)
+                self._found = {"writable": problem is None, "problem": problem, "free_bytes": free_bytes}
+                self._looked_s = time.monotonic()
             return self._found
-        self._looked_s = time.monotonic()
-        problem, free_bytes = await asyncio.to_thread(self._look)
+
+    def _log_change(self, problem: str | None) -> None:
+        """Log that writing has become impossible, or possible again."""
         if problem is not None and self._problem is None:
             _log.error(
                 "%s: until there is, requests are answered and all that is kept can be read, but no files, jobs, "
@@ -42,8 +51,6 @@ class Storage:
         elif problem is None and self._problem is not None:
             _log.warning("there is room on the disk again")
         self._problem = problem
-        self._found = {"writable": problem is None, "problem": problem, "free_bytes": free_bytes}
-        return self._found
 
     def _look(self) -> tuple[str | None, int | None]:
         """Return what is wrong, and the bytes that are free on the home's disk. Blocks."""
