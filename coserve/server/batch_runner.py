@@ -73,7 +73,9 @@ class BatchRunner:
         self._lines.turns.engine_died()
 
     def begin(self, record: BatchRecord) -> None:
-        """Take up a batch that has been written down; no effect if that has been done."""
+        """Take up a batch that has been written down, as soon as those of the last process have been read; no effect if
+        that has been done.
+        """
         if record.id in self._tasks:
             return
         self._live[record.id] = record
@@ -104,7 +106,7 @@ class BatchRunner:
 
     async def _resume(self) -> None:
         """Charge the death of the last server's process to the lines that it left under way, and begin all batches."""
-        records = [record for record in await until_done(self._unfinished) if record.id not in self._tasks]
+        records = await until_done(self._unfinished)
         under_way: dict[str, set[str]] = {}
         for record in records:
             try:
@@ -162,6 +164,8 @@ class BatchRunner:
             self._lines.turns.forget(id)
 
     async def _run(self, id: str) -> None:
+        if self._resuming is not None:  # what it leaves under way now is not of the last process
+            await asyncio.wait([self._resuming])
         if id not in self._results:
             self._results[id] = await until_done(BatchResults, self._directory / id)
         results = self._results[id]

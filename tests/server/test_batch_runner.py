@@ -19,6 +19,7 @@ from coserve.errors import EngineGoneError
 from coserve.jobs.records import BATCH_OVER, BatchRecord, new_id
 from coserve.server.batch_deaths import LineDeaths
 from coserve.server.batch_files import BatchResults
+from coserve.server.batch_journal import BatchJournal
 from coserve.server.batch_lines import Answer, LineRequest
 from coserve.server.batch_runner import BatchRunner
 from coserve.server.errors import ApiError
@@ -396,5 +397,37 @@ def test_a_batch_is_begun_once_however_its_request_and_the_start_meet(home: Home
         await home.until_over(batch)
         await runner.close()
         assert sorted(asked) == ["a", "b"]
+
+    run(test)
+
+
+def test_a_batch_that_is_begun_while_others_are_resumed_is_charged_with_no_death(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+):
+    async def test() -> None:
+        asked, may_read = set[str](), threading.Event()
+        read = BatchJournal.read
+
+        def slow_read(journal: BatchJournal) -> tuple[set[str], dict[str, LineDeaths]]:
+            """Take as long as a large journal, or a slow disk, does."""
+            assert may_read.wait(30)
+            return read(journal)
+
+        async def answer(request: LineRequest) -> dict[str, Any]:
+            asked.add(request.body["id"])
+            return await never()
+
+        monkeypatch.setattr(BatchJournal, "read", slow_read)
+        _, new = home.batch("old"), home.batch("new")
+        runner = home.runner(answer)
+        runner.start()
+        await until(lambda: any((home.path / "batches").iterdir()))
+        runner.begin(new)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(until(lambda: "new" in asked), 0.3)
+        may_read.set()
+        await until(lambda: asked == {"old", "new"})
+        await runner.close()
+        assert BatchResults(home.path / "batches" / new.id).journal.read() == (set(), {})
 
     run(test)
