@@ -44,7 +44,7 @@ class LineFile:
         return self._path.stat().st_size if self._path.exists() else 0
 
     def replace(self, values: Collection[Any]) -> None:
-        """Have these lines alone, all of them or, after an OSError, those of before. No lines need no room on the disk."""
+        """Keep these lines alone: all of them or, after an OSError, those of before. Needs room unless there are none."""
         with self._lock:
             if not values:
                 self._path.unlink(missing_ok=True)

@@ -89,8 +89,7 @@ def test_on_a_full_disk_nothing_of_it_is_lost_and_it_rests_without_room(tmp_path
         journal.begin("a")
         disk.fill()
         with pytest.raises(OSError, match="No space left"):
-            for id in IDS:
-                journal.begin(id)
+            try_lines(journal, IDS, 1)
         under_way, _ = BatchJournal(disk.path).read()
         assert "a" in under_way
         journal.rest()
