@@ -44,7 +44,7 @@ class LineFile:
         return self._path.stat().st_size if self._path.exists() else 0
 
     def replace(self, values: Collection[Any]) -> None:
-        """Keep these lines alone: all of them or, after an OSError, those of before. Needs room unless there are none."""
+        """Keep these lines alone: all of them or, after an OSError, those of before. None of them need no room."""
         with self._lock:
             if not values:
                 self._path.unlink(missing_ok=True)
