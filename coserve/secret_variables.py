@@ -27,6 +27,14 @@ def take_variable(name: str) -> str:
     return value
 
 
+def take_database(given: str | None) -> str | None:
+    """Return the URL of a database that was given, or else that of the environment, which is removed from there in
+    either case; None: SQLite in the home.
+    """
+    in_environment = take_variable(DATABASE)
+    return given or in_environment or None
+
+
 def _overwrite(beginning: bytes) -> None:
     """Fill what comes after `beginning` with zeros, in the environment that the process began with."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

@@ -9,6 +9,7 @@ import typer
 
 from coserve.errors import CoserveError
 from coserve.home import home_directory
+from coserve.secret_variables import take_database
 
 if TYPE_CHECKING:
     from coserve.jobs.store import Store
@@ -20,7 +21,11 @@ Home = Annotated[
 Database = Annotated[
     str | None,
     typer.Option(
-        "--database", metavar="URL", show_default="$COSERVE_DATABASE or SQLite in --home", help="The server's."
+        "--database",
+        metavar="URL",
+        show_default="$COSERVE_DATABASE or SQLite in --home",
+        help="The server's.",
+        callback=take_database,
     ),
 ]
 

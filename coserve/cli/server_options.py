@@ -10,20 +10,21 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from coserve.errors import CoserveError
-from coserve.secret_variables import CLIENT_KEY, SERVER_KEYS, take_variable
+from coserve.secret_variables import CLIENT_KEY, SERVER_KEYS, take_database, take_variable
 from coserve.server.config import ServerConfig
 from coserve.server.keys import tenant_and_digest
 from coserve.server.options import GROUPS, option_of
 
 
 def server_config(**given: Any) -> ServerConfig:
-    """Return the configuration that options describe, with the keys of COSERVE_API_KEYS, which are taken out of the
-    environment.
+    """Return the configuration that options describe, with the keys of COSERVE_API_KEYS and the database of
+    COSERVE_DATABASE, which are taken out of the environment.
 
     Raises:
         CoserveError: says what is wrong, by the names of options.
     """
     take_variable(CLIENT_KEY)  # a server needs no client's key
+    given["database"] = take_database(given.get("database"))
     keys = given.pop("api_keys", ())
     try:
         return ServerConfig(**given, api_keys=_with_environment(keys))

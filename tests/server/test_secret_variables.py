@@ -112,3 +112,25 @@ def test_others_stay_as_they_are():
         if name != "SECRET":
             assert f"{name}={value}\\x00" in shown.stdout
     assert "SECRET=\\x00\\x00\\x00\\x00" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from coserve.cli.server_options import server_config; server_config(model='tiny')",
+        "from coserve.cli.server_options import server_config; server_config(model='tiny', database='sqlite://')",
+        pytest.param(
+            "from typer.testing import CliRunner; from coserve.cli.main import app; CliRunner().invoke(app, ['doctor'])",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_commands_take_the_database_out_of_their_environment(tmp_path: Path, code: str):
+    environment = {
+        "COSERVE_DATABASE": "sqlite:///none-with-a-secret.db",
+        "COSERVE_HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    code += "; import os; print('COSERVE_DATABASE' in os.environ, open('/proc/self/environ').read())"
+    shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("False ") and "with-a-secret" not in shown.stdout

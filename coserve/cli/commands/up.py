@@ -14,7 +14,6 @@ from coserve.kernels.cpu_library import start_compiling
 from coserve.logs import configure_logs
 from coserve.models.fast_imports import without_collections
 from coserve.models.source import check_model
-from coserve.secret_variables import DATABASE, take_variable
 from coserve.server.keys import is_digest
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ def _up(**given: Any) -> None:
     run in whatever time the SLOs of requests leave over. Ctrl-C ends it in good order: open answers are finished, jobs
     keep their last checkpoints and resume at the next start.
     """
-    given["database"] = given.get("database") or take_variable(DATABASE) or None
     config = with_finished_model(server_config(**given))
     configure_logs(config.log_format, config.log_level)
     if any(not is_digest(text.rpartition("=")[2]) for text in given.get("api_keys", ())):
