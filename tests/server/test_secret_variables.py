@@ -120,7 +120,7 @@ def test_others_stay_as_they_are():
         "from coserve.cli.server_options import server_config; server_config(model='tiny')",
         "from coserve.cli.server_options import server_config; server_config(model='tiny', database='sqlite://')",
         pytest.param(
-            "from typer.testing import CliRunner; from coserve.cli.main import app; CliRunner().invoke(app, ['doctor'])",
+            "from typer.testing import CliRunner as R; from coserve.cli.main import app; R().invoke(app, ['doctor'])",
             marks=pytest.mark.long,
         ),
     ],
