@@ -11,6 +11,7 @@ from typing import Any
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 from coserve.errors import AdapterError
+from coserve.models.copy_room import check_room
 
 _CHUNK_BYTES = 1 << 20
 # Lowest priority of a process: merging must not slow down requests.
@@ -68,10 +69,12 @@ class Merging:
         """Write a model with an adapter merged into it to an empty directory, as `coserve export --merge` does.
 
         Raises:
-            AdapterError: it cannot be merged, there is too little memory, or the process was killed.
+            DiskFullError: the disk has no room for it. AdapterError: it cannot be merged, there is too little memory,
+                or the process was killed.
         """
         command = (sys.executable, "-m", "coserve", "export", adapter, directory, "--merge", "--model", model)
         async with self._lock:
+            await asyncio.to_thread(check_room, model, directory)
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=subprocess.DEVNULL,

@@ -1,5 +1,6 @@
 """`coserve export` of a directory: written whole, or nothing is left and one line says why."""
 
+import asyncio
 import json
 
 import numpy as np
@@ -10,7 +11,8 @@ from small_disk import small_disk
 from typer.testing import CliRunner
 
 from coserve.cli.main import app
-from coserve.errors import CoserveError
+from coserve.errors import CoserveError, DiskFullError
+from coserve.server.archives import Merging
 
 FILES = ["adapter_config.json", "adapter_model.safetensors"]
 
@@ -98,3 +100,12 @@ def test_random_weights_are_not_made_to_be_refused(adapter, tmp_path):
     with pytest.raises(CoserveError, match="has no files of weights"):
         export(adapter, tmp_path / "out", "--merge")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_merged_model_is_not_begun_where_it_has_no_room(adapter, tmp_path):
+    with small_disk(tmp_path / "disk", size="64k") as disk:
+        with pytest.raises(DiskFullError, match="the merged model needs"):
+            export(adapter, disk.path / "out", "--merge", "--model", "tiny")
+        with pytest.raises(DiskFullError, match="the merged model needs"):
+            asyncio.run(Merging().merge("tiny", adapter, disk.path))
+        assert list(disk.path.iterdir()) == []

@@ -48,10 +48,12 @@ def export(
             _copy_model(found, part)
         elif merge:
             from coserve.adapters.merge import export_merged
+            from coserve.models.copy_room import check_room
 
             if (named := model or base) is None:
                 raise AdapterError("--merge needs the base model: say --model MODEL")
             _check_memory(named)
+            check_room(named, part)
             export_merged(named, found, part)
         else:
             for file in (CONFIG_FILE, WEIGHTS_FILE):
