@@ -15,8 +15,8 @@ from coserve.scheduling.plan import TenantView
 
 # The most seconds, of a tenant of weight 1, by which a counter may be below the largest one.
 MAX_CREDIT_S = 0.25
-# A tenant counts as one that may come back at any moment for as long after its last work. Meanwhile steps are short, so
-# that its next request waits for no long one, which costs the jobs of the others up to a quarter of their speed.
+# A tenant counts as one that may come back at any moment for as long after its last work. Meanwhile steps with prompts
+# are short, so that its next request waits for no long one, which costs the jobs of the others some of their speed.
 RECENT_S = 5.0
 
 

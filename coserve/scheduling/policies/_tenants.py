@@ -89,6 +89,17 @@ class _Part:
         return row_s * (len(self.decoding) + sum([request.num_rows for request in self.prompts]))
 
 
+def needs_shares(view: View) -> bool:
+    """Return whether a step is to be shared out: if several tenants have work, or if others had some lately and the
+    one that has work now has prompts, which would make the step long for a request of another that arrives meanwhile.
+    """
+    if len(view.tenants) < 2:
+        return False
+    if sum([tenant.is_present for tenant in view.tenants]) > 1:
+        return True
+    return bool(view.waiting) or any(request.num_rows > 1 for request in view.requests)
+
+
 def plan_shared(policy: _SharedPolicy, view: View, latency: LatencyModel, *, tunes: bool) -> Plan:
     """Return a plan in which every tenant has its share of memory and time."""
     present = [tenant for tenant in view.tenants if tenant.is_present]

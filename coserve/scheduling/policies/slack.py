@@ -43,7 +43,7 @@ from coserve.scheduling.memory import MemoryPlan, rows_to_go
 from coserve.scheduling.order import by_priority
 from coserve.scheduling.pieces import WHOLE_STRETCH
 from coserve.scheduling.plan import JobView, NeedView, Plan, RequestView, View
-from coserve.scheduling.policies._tenants import plan_shared
+from coserve.scheduling.policies._tenants import needs_shares, plan_shared
 from coserve.scheduling.policies.base import Policy, setting
 
 # Where others want the time that requests save, prompts leave one TPOT in every bank as long as they need less than
@@ -119,7 +119,7 @@ class Slack(Policy):
 
     def plan_steps(self, view: View, latency: LatencyModel, *, tunes: bool) -> Plan:
         """Return the plan, with jobs in it or without."""
-        if self.shares_time and len(view.tenants) > 1:
+        if self.shares_time and needs_shares(view):
             return plan_shared(self, view, latency, tunes=tunes)
         memory, tunes = MemoryPlan(view), tunes and bool(view.jobs)
 
