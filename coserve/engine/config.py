@@ -7,6 +7,9 @@ from typing import Any
 from coserve.scheduling.policies import DEFAULT_POLICY, make_policy
 from coserve.settings import check_whole, is_number
 
+# Beside a far larger weight the share of a tenant would be 0 in floating point, and plans divide by shares.
+MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -59,7 +62,8 @@ class EngineConfig:
         if self.weight_window_bytes is not None:
             check_whole("weight_window_bytes", self.weight_window_bytes, 1)
         for tenant, weight in self.tenant_weights.items():
-            if not is_number(weight) or weight <= 0:
-                raise ValueError(f"tenant_weights must be numbers above 0, not {weight!r} of {tenant!r}")
+            if not is_number(weight) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+                wanted = f"tenant_weights must be numbers from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+                raise ValueError(f"{wanted}, not {weight!r} of {tenant!r}")
         if self.trainable_models and self.deterministic:
             raise ValueError("trainable_models must be empty where deterministic is set: their sums depend on the plan")
