@@ -50,13 +50,22 @@ class SharedMemoryPlan(MemoryPlan):
             # Those of its tenant that run will want a page each, soon.
             if not self._make_room(request, request.num_pages + slots[tenant]):
                 blocked.add(tenant)
-                if blocked >= tenants:
+                if blocked >= tenants or self._stops_others(request):
                     return
                 continue
             self.free -= request.num_pages
             slots[tenant] += 1
             self.requests.append(request)
             self.admit.append(request.id)
+
+    def _stops_others(self, request: RequestView) -> bool:
+        """Return whether nobody is admitted before a request that lacks pages: it has waited for longer than its TTFT,
+        and no tenant with requests waiting has been served less. Small requests would otherwise overtake it forever.
+        """
+        if len(self.requests) >= self._view.max_requests or self._view.now_s - request.arrival_s <= request.ttft_s:
+            return False
+        own_s = self._used_s.get(request.tenant, 0.0)
+        return all(own_s <= self._used_s.get(each.tenant, 0.0) for each in self._view.waiting)
 
     def _make_room(self, request: RequestView, num_pages: int) -> bool:
         """Return whether there is a slot and as many free pages, after richer tenants have made room."""

@@ -226,3 +226,23 @@ def test_a_tenant_that_holds_every_page_makes_room_for_another():
     for _ in range(3):
         engine.step()
     assert any(request.tenant == "calm" for request in engine.requests.running.values())
+
+
+def test_a_large_request_is_admitted_beside_a_stream_of_small_ones_of_another_tenant():
+    """Small requests would otherwise overtake it forever: it wants nearly all pages."""
+    engine = make_engine(MODEL, GPU, num_pages=64, num_jobs=0)
+    block, rng, large_ends, num_small = engine.config.block_tokens, Random(1), False, 0
+    params = SamplingParams(max_tokens=20, temperature=0.0)
+    for step in range(1500):
+        while len(engine.requests.running) + len(engine.requests.waiting) < (3 if step < 5 else 4):
+            tokens = [rng.randrange(1000) for _ in range(4 * block)]
+            small = SamplingParams(max_tokens=2 * block, temperature=0.0)
+            engine.add_tokens(tokens, small, request_id=f"small-{num_small}", tenant="small")
+            num_small += 1
+        if step == 5:
+            tokens = [rng.randrange(1000) for _ in range(60 * block)]
+            engine.add_tokens(tokens, params, request_id="large", tenant="large")
+        large_ends |= any(event.request == "large" and event.finish_reason for event in engine.step())
+        if large_ends:
+            return
+    pytest.fail("the large request has not ended")
