@@ -23,7 +23,7 @@ def max_tokens(value: Any, given: Given) -> dict[str, Any]:
     """Read the length of an answer; -1 is unlimited in llama.cpp, LM Studio and Ollama."""
     if value not in _UNLIMITED:
         return {"max_tokens": value}
-    if "messages" not in given:
+    if "prompt" in given:
         raise ValueError(f"is {value}, for no limit: /v1/completions needs a number of tokens")
     return {}
 
@@ -100,11 +100,24 @@ def reasoning_format(value: Any, given: Given) -> dict[str, Any]:
 
 
 def output_config(value: Any, given: Given) -> dict[str, Any]:
-    """Read Anthropic's `output_config`: its effort; a format is not supported there."""
+    """Read Anthropic's `output_config`: an effort and the format of the answer."""
     _require(dict, value)
-    if value.get("format") is not None:
-        raise ValueError("has a format, which is not supported on this route: use response_format of a chat")
-    return {} if value.get("effort") is None else {"reasoning_effort": value["effort"]}
+    effort, asked = value.get("effort"), value.get("format")
+    found = {} if effort is None else {"reasoning_effort": effort}
+    return found if asked is None else {**found, **output_format(asked, given)}
+
+
+def output_format(value: Any, given: Given) -> dict[str, Any]:
+    """Read Anthropic's format of an answer: a JSON schema, not nested as OpenAI has it."""
+    schema = value.get("schema") if isinstance(value, Mapping) and value.get("type") == "json_schema" else None
+    if not isinstance(schema, Mapping):
+        raise ValueError('needs a format of type "json_schema" with a schema')
+    return {"response_format": {"type": "json_schema", "schema": schema}}
+
+
+def stop(value: Any, given: Given) -> dict[str, Any]:
+    """Read stop texts for a route that takes a list of them alone."""
+    return {"stop": [value] if isinstance(value, str) else value}
 
 
 def usage(value: Any, given: Given) -> dict[str, Any]:

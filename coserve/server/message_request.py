@@ -10,12 +10,10 @@ from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
 from coserve.server.generation import new_id
 from coserve.server.message_schemas import AnthropicMessage, Block, CountBody, MessagesBody, ToolChoice
-from coserve.server.schemas import ChatBody
+from coserve.server.schemas import ChatBody, TextBody
 
-_SAME = (
-    *("stream", "temperature", "top_p", "top_k", "slo", "priority", "chat_template_kwargs", "enable_thinking"),
-    *("include_reasoning", "reasoning_effort"),
-)
+# Fields that have the same name and meaning in a chat.
+_SAME = (*TextBody.model_fields, "chat_template_kwargs", "enable_thinking", "include_reasoning", "reasoning_effort")
 # How a chat's fields are called here.
 _NAMES = {"stop": "stop_sequences", "tools": "tools", "tool_choice": "tool_choice"}
 
@@ -47,7 +45,9 @@ def _chat_body(body: CountBody) -> ChatBody:
     if last.get("role") == "assistant" and (last["content"] or "").strip() and "tool_calls" not in last:
         given |= {"continue_final_message": True, "add_generation_prompt": False}  # the answer has begun with it
     choice = body.tool_choice
-    is_parallel = choice is None or not choice.disable_parallel_tool_use
+    is_parallel = getattr(body, "parallel_tool_calls", None) is not False
+    if choice is not None and choice.disable_parallel_tool_use is not None:
+        is_parallel = not choice.disable_parallel_tool_use
     fields = {"tools": tools or None, "tool_choice": _choice(choice), "parallel_tool_calls": is_parallel}
     return body_of(ChatBody, {"model": body.model, "messages": [*system, *messages], **given, **fields})
 

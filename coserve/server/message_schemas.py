@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from coserve.server.schemas import Body, List, Name, OpenBody, RequestBody, SloBody
+from coserve.server.schemas import Body, List, Name, OpenBody, RequestBody, TextBody
 
 _MAX_MESSAGES = 10_000
 
@@ -84,21 +84,16 @@ class CountBody(RequestBody):
     cache_control: dict[str, Any] | None = None
 
 
-class MessagesBody(CountBody):
-    """POST /v1/messages."""
+class MessagesBody(CountBody, TextBody):
+    """POST /v1/messages: Anthropic's fields, and beyond them those of all routes that generate text."""
 
     unused: ClassVar[frozenset[str]] = frozenset({"cache_control", "metadata", "service_tier", "inference_geo"})
 
     max_tokens: int
     stop_sequences: List[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    # OpenAI's name for the opposite of `tool_choice.disable_parallel_tool_use`.
+    parallel_tool_calls: bool | None = None
     # Without effect: see `unused`.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     inference_geo: str | None = None
-    # Beyond Anthropic's.
-    slo: SloBody | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None

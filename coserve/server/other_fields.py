@@ -104,25 +104,43 @@ def _translate(
     if row.action == "ignored":
         return [row.name]
     if row.reader is None:
-        if value in row.neutral:
-            return []
-        message = f"{row.name} is not supported here: {row.note}"
-        raise ApiError(message, param=row.name, code="unsupported_parameter")
+        return _refuse(row, value, row.name)
     try:
         found = row.reader(value, data)
     except ValueError as error:
         raise ApiError(f"{row.name} {error}", param=row.name, code="unsupported_parameter") from None
     ignored = [f"{row.name}.{key}" for key in row.ignored_keys if isinstance(value, dict) and value.get(key)]
-    for name, meant in found.items():
-        name = body.renamed.get(name, name)
+    for target, meant in found.items():
+        name = body.renamed.get(target, target)
         own = fields.get(name)
-        if isinstance(own, dict) and isinstance(meant, dict):
+        if name not in body.known:
+            ignored += _without_target(row, target, meant)
+        elif name == "stream_options" and isinstance(own, dict):
             fields[name] = {**meant, **own}
-        elif name not in body.known or own not in (None, meant):
-            ignored.append(row.name)  # without effect here, or the body says it by its own name as well
+        elif own not in (None, meant):
+            ignored.append(row.name)  # the body says it by its own name as well
         else:
             fields[name] = meant
     return ignored
+
+
+def _without_target(row: ClientField, target: str, meant: Any) -> list[str]:
+    """Treat a field that means another one, which the route does not have, as that one is treated on the route."""
+    counterpart = FIELDS.get(target)
+    if counterpart is None or counterpart.action != "refused":
+        return [row.name]
+    return _refuse(counterpart, meant, row.name)
+
+
+def _refuse(row: ClientField, value: Any, name: str) -> list[str]:
+    """Reject a field that came by `name`, unless its value asks for nothing; return no names to pass over.
+
+    Raises:
+        ApiError: The value asks for something.
+    """
+    if value in row.neutral:
+        return []
+    raise ApiError(f"{name} is not supported here: {row.note}", param=name, code="unsupported_parameter")
 
 
 def _unknown_field(name: str, near: list[str]) -> ApiError:

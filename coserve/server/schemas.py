@@ -182,25 +182,16 @@ class StructuredOutputs(Body):
     disable_fallback: bool | None = None  # of no effect: there is one backend
 
 
-class SamplingBody(RequestBody):
-    """The fields that all kinds of completions take."""
+class TextBody(RequestBody):
+    """The fields that every route takes which generates text."""
 
-    unused: ClassVar[frozenset[str]] = frozenset({"user", "metadata"})
-
-    model: Name | None = None  # without, the one that the server is for
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: int | None = None
-    stop: str | Annotated[List[str], Field(max_length=_MAX_STOPS)] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Numbers | None = None
-    max_tokens: int | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     # Beyond OpenAI's.
     structured_outputs: StructuredOutputs | None = None
@@ -216,19 +207,34 @@ class SamplingBody(RequestBody):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     stop_token_ids: List[int] | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: List[int] | None = None
     allowed_token_ids: Annotated[List[int], Field(min_length=1)] | None = None
     bad_words: Annotated[List[_BadWord], Field(max_length=_MAX_BAD_WORDS)] | None = None
     skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
+
+
+class SamplingBody(TextBody):
+    """The fields that OpenAI's routes take which generate text."""
+
+    unused: ClassVar[frozenset[str]] = frozenset({"user", "metadata"})
+
+    model: Name | None = None  # without, the one that the server is for
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    stop: str | Annotated[List[str], Field(max_length=_MAX_STOPS)] | None = None
+    max_tokens: int | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    # Beyond OpenAI's.
+    prompt_logprobs: int | None = None
+    logprob_token_ids: List[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class CompletionBody(SamplingBody):

@@ -12,7 +12,10 @@ from openai import OpenAI
 from served import Served, serving
 
 from coserve.server.client_fields import FIELDS, ClientField
-from coserve.server.schemas import ChatBody, CompletionBody, SamplingBody
+from coserve.server.embedding_request import EmbeddingBody
+from coserve.server.message_schemas import CountBody, MessagesBody
+from coserve.server.response_schemas import ResponseBody
+from coserve.server.schemas import ChatBody, CompletionBody, DetokenizeBody, RequestBody, SamplingBody, TokenizeBody
 
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
@@ -20,8 +23,13 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required"
 MAPPED: dict[str, Any] = {
     "max_completion_tokens": 1,
     "max_output_tokens": 1,
+    "stop": "x",
+    "stop_strings": ["x"],
+    "stopping_strings": ["x"],
+    "custom_stopping_strings": ["x"],
     "stop_sequences": ["x"],
     "output_config": {"effort": "low"},
+    "output_format": {"type": "json_schema", "schema": SCHEMA},
     "thinking": {"type": "enabled", "budget_tokens": 1024},
     "think": "low",
     "reasoning": {"effort": "high", "exclude": True, "max_tokens": 100},
@@ -147,6 +155,101 @@ def test_other_names_have_the_effect_of_ours(served: Served):
         assert same(theirs, ours) != plain, theirs
     same({"return_full_text": True}, {"echo": True}, "/v1/completions")
     same({"n_probs": 2}, {"logprobs": 2}, "/v1/completions")
+
+
+_GENERATE: tuple[type[RequestBody], ...] = (ChatBody, CompletionBody, ResponseBody, MessagesBody)
+_OTHERS: tuple[type[RequestBody], ...] = (EmbeddingBody, TokenizeBody, DetokenizeBody, CountBody)
+
+
+@pytest.mark.parametrize("body", _GENERATE)
+def test_no_field_of_another_route_is_unknown_where_text_is_generated(body: type[RequestBody]):
+    own = {name for other in (*_GENERATE, *_OTHERS) for name in other.model_fields}
+    assert own - body.model_fields.keys() - FIELDS.keys() == set()
+
+
+def message(served: Served, **fields: Any) -> httpx.Response:
+    body = {"model": "small", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    return served.post("/v1/messages", json={**body, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"regex": "YES"}},
+        {"guided_regex": "YES"},
+        {"guided_choice": ["YES"]},
+        {"regex": "YES"},
+        {"grammar": 'root ::= "YES"'},
+        {"response_format": {"type": "regex", "pattern": "YES"}},
+    ],
+)
+def test_messages_follow_a_grammar(served: Served, fields: dict[str, Any]):
+    answer = message(served, **fields)
+    assert (ignored(answer), answer.json()["content"][0]["text"]) == ([], "YES")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, {"json_schema": SCHEMA}]
+)
+def test_messages_follow_a_schema(served: Served, fields: dict[str, Any]):
+    answer = message(served, **fields, max_tokens=60)
+    assert ignored(answer) == []
+    assert json.loads(answer.json()["content"][0]["text"]).keys() == {"a"}
+
+
+def test_messages_take_the_fields_of_sampling(served: Served):
+    plain = message(served).json()["content"][0]["text"]
+    stop = next(each for each in plain if each.isalnum())
+    for name, value in (("stop", stop), ("stop", [stop]), ("stop_strings", [stop])):
+        found = message(served, **{name: value})
+        assert (ignored(found), found.json()["stop_sequence"]) == ([], stop), name
+    settings: dict[str, Any] = {"temperature": 1, "ignore_eos": True, "seed": 5}
+    drawn = message(served, **settings).json()["content"]
+    for more in ({"repetition_penalty": 3.0}, {"min_p": 0.9}, {"allowed_token_ids": [40, 41]}, {"seed": 6}):
+        theirs = message(served, **{**settings, **more})
+        expected = ask(served, **{**settings, **more, "max_tokens": 12})
+        assert ignored(theirs) == []
+        assert theirs.json()["content"][0]["text"] == text(expected), more
+        assert theirs.json()["content"] != drawn, more
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "fields"),
+    [
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}, {"n": 2}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}, {"logprobs": True}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}, {"n_probs": 2}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}, {"no_stop_trim": True}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}, {"add_generation_prompt": False}),
+        ("/v1/responses", {"input": "x"}, {"logprobs": True}),
+        ("/v1/responses", {"input": "x"}, {"return_full_text": True}),
+        ("/v1/chat/completions", {"messages": MESSAGES}, {"text": {"format": {"type": "json_schema"}}}),
+        ("/v1/chat/completions", {"messages": MESSAGES}, {"conversation": "conv_1"}),
+        ("/v1/chat/completions", {"messages": MESSAGES}, {"guided_decoding": {"json": SCHEMA}}),
+        ("/v1/chat/completions", {"messages": MESSAGES}, {"response_schema": SCHEMA}),
+        ("/v1/chat/completions", {"messages": MESSAGES}, {"max_length": 9}),
+        ("/v1/embeddings", {"input": "x"}, {"normalize": False}),
+        ("/v1/embeddings", {"input": "x"}, {"output_dimension": 2}),
+        ("/v1/embeddings", {"input": "x"}, {"output_dtype": "int8"}),
+        ("/v1/embeddings", {"input": "x"}, {"embedding_type": "binary"}),
+        ("/tokenize", {"prompt": "x"}, {"truncate": 1}),
+        ("/v1/messages/count_tokens", {"messages": MESSAGES}, {"truncate_prompt_tokens": 1}),
+    ],
+)
+def test_fields_that_a_route_cannot_follow_are_refused(
+    served: Served, path: str, body: dict[str, Any], fields: dict[str, Any]
+):
+    answer = served.post(path, json={"model": "small", **body, **fields})
+    (name,) = fields
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+def test_routes_that_count_pass_over_what_chooses_tokens(served: Served):
+    more = {"stop_sequences": ["x"], "n_predict": 3, "stop": "x", "min_p": 0.5, "regex": "a"}
+    answer = served.post("/v1/messages/count_tokens", json={"model": "small", "messages": MESSAGES, **more})
+    assert ignored(answer) == sorted(more)
 
 
 def test_usage_of_openrouter_comes_at_the_end_of_a_stream(client: OpenAI):
