@@ -174,7 +174,7 @@ _LENGTHS_AND_NAMES = [
     *_renamed("ban_eos_token", "text-generation-webui", "ignore_eos"),
     *_renamed("add_bos_token", "text-generation-webui", "add_special_tokens"),
     *_renamed("extra_key", "SGLang", "cache_salt"),
-    *_mapped("repeat_last_n", "llama.cpp, Ollama", read.penalty_window, "-1: `repetition_penalty` counts all"),
+    *_mapped("repeat_last_n", "llama.cpp, Ollama", read.last_penalised, "-1: `repetition_penalty` counts all"),
     *_mapped("repetition_penalty_range", "KoboldCpp", read.penalty_window, "0: `repetition_penalty` counts all"),
 ]
 _SAMPLERS = [

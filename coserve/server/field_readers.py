@@ -44,11 +44,21 @@ def do_sample(value: Any, given: Given) -> dict[str, Any]:
 
 
 def penalty_window(value: Any, given: Given) -> dict[str, Any]:
-    """Accept a window of repetition penalties only where it covers everything, or where nothing is penalised."""
+    """Accept a window of repetition penalties only where it covers everything, or where nothing is penalised.
+
+    KoboldCpp's 0 covers everything; 0 in llama.cpp and Ollama penalises nothing, see `last_penalised`.
+    """
     penalties = [given.get(name) for name in ("repeat_penalty", "repetition_penalty", "rep_pen")]
     if value not in (-1, 0) and any(penalty not in (None, 1) for penalty in penalties):
         raise ValueError(f"is {value!r}: repetition_penalty counts the whole text; give -1, or leave it out")
     return {}
+
+
+def last_penalised(value: Any, given: Given) -> dict[str, Any]:
+    """Read the window of repetition penalties of llama.cpp and Ollama, where 0 turns them off."""
+    if value == 0 and any(given.get(name) not in (None, 1) for name in ("repeat_penalty", "repetition_penalty")):
+        raise ValueError("is 0, which turns repeat_penalty off: leave both out, or give -1 for the whole text")
+    return {} if value == 0 else penalty_window(value, given)
 
 
 def enable_thinking(value: Any, given: Given) -> dict[str, Any]:

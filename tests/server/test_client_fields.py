@@ -270,6 +270,7 @@ def test_usage_of_openrouter_comes_at_the_end_of_a_stream(client: OpenAI):
         ({"reasoning_format": "none"}, "reasoning_format is 'none': reasoning is reasoning_content"),
         ({"do_sample": False, "temperature": 0.5}, "do_sample is false, and temperature is 0.5"),
         ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n is 64: repetition_penalty counts the whole"),
+        ({"repeat_penalty": 1.3, "repeat_last_n": 0}, "repeat_last_n is 0, which turns repeat_penalty off"),
         ({"grammar": {"type": "xml"}}, "grammar must be a text"),
         ({"grammar": {"type": [], "value": 1}}, "grammar must be a text"),
     ],
