@@ -23,8 +23,8 @@ GRAMMAR = Grammar.regex("a+")
 class Deeds(GrammarChecker):
     """Does one deed after the other in a real sandbox, in place of compiling."""
 
-    def __init__(self, vocabulary: Vocabulary, *deeds: str) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *deeds: str) -> None:
+        self.vocabulary = Vocabulary((b"a",), (), ())
         self._sandbox = Sandbox(Obedient, "ab")
         self.num_calls = 0
         run, left = self._sandbox.run, list(deeds)
@@ -33,7 +33,7 @@ class Deeds(GrammarChecker):
             self.num_calls += 1
             return run((left.pop(0), 0))
 
-        self._sandbox.run = do  # type: ignore[method-assign]
+        monkeypatch.setattr(self._sandbox, "run", do)
 
 
 class Link:
@@ -60,7 +60,7 @@ def checks() -> Iterator[GrammarChecks]:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *deeds: str) -> Deeds:
-    checker = Deeds(Vocabulary((b"a",), (), ()), *deeds)
+    checker = Deeds(monkeypatch, *deeds)
     monkeypatch.setattr(grammar_checks, "GrammarChecker", lambda vocabulary: checker)
     return checker
 
@@ -101,8 +101,8 @@ def test_a_trial_that_fails_when_nobody_waits_any_longer_is_no_error_of_the_serv
     assert "never retrieved" not in caplog.text
 
 
-def test_a_checker_says_nothing_of_a_grammar_that_the_machine_ended():
-    checker = Deeds(Vocabulary((b"a",), (), ()), "be_killed")
+def test_a_checker_says_nothing_of_a_grammar_that_the_machine_ended(monkeypatch: pytest.MonkeyPatch):
+    checker = Deeds(monkeypatch, "be_killed")
     with pytest.raises(SandboxError):
         checker.measure(GRAMMAR)
     checker.close()
