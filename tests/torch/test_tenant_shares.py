@@ -13,6 +13,7 @@ from simulated import GPU, chats, harvest, make_engine, submit
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.core import EngineCore
 from coserve.engine.records import RequestRecord
+from coserve.engine.request import Chunk
 from coserve.scheduling.shared_memory import MAX_LEAD_S
 from coserve.scheduling.slo import Slo
 from coserve.simulate.simulation import Arrival, Simulation
@@ -242,7 +243,8 @@ def test_a_large_request_is_admitted_beside_a_stream_of_small_ones_of_another_te
         if step == 5:
             tokens = [rng.randrange(1000) for _ in range(60 * block)]
             engine.add_tokens(tokens, params, request_id="large", tenant="large")
-        large_ends |= any(event.request == "large" and event.finish_reason for event in engine.step())
+        chunks = [event for event in engine.step() if isinstance(event, Chunk)]
+        large_ends |= any(chunk.request == "large" and chunk.finish_reason is not None for chunk in chunks)
         if large_ends:
             return
     pytest.fail("the large request has not ended")
