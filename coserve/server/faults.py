@@ -28,7 +28,8 @@ def validation_error(faults: Sequence[Any], known: Collection[str] = ()) -> ApiE
     first = next(wrong_kind, None) or next(unknown, None) or next(in_range, deepest)
     name = _field_name(first["loc"])
     if first["type"] == "extra_forbidden":
-        near = get_close_matches(name[:_LONGEST_TYPO], known, n=1, cutoff=0.7)
+        # `known` has no keys of objects within the body.
+        near = [] if "." in name else get_close_matches(name[:_LONGEST_TYPO], known, n=1, cutoff=0.7)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         return ApiError(_UNKNOWN.format(name=name) + hint, param=name, code="unknown_parameter")
     if first["type"] == "missing" and name:

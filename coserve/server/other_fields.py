@@ -9,6 +9,7 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from coserve.server.client_fields import FIELDS, ClientField
@@ -22,8 +23,10 @@ UNKNOWN_FIELDS = ("ignore", "warn", "refuse")
 _OLDER_NAMES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern")
 _MAX_NAME = 64
 # A hostile body has a million names: this many are compared with known ones, shown in a header, and logged in all.
-_MAX_COMPARED, _MAX_SHOWN, _MAX_LOGGED = 64, 32, 512
+_MAX_COMPARED, _MAX_SHOWN, _MAX_LOGGED = 8, 32, 512
 _SIMILAR = 0.7
+# Names whose lengths differ by more are not compared: they differ by more than separators and two letters.
+_MAX_SEPARATORS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,11 +158,14 @@ def _misspelt(name: str, known: Collection[str]) -> str | None:
     plain = _plain(name)
     max_edits = 0 if len(name) < 4 else 1 if len(name) < 9 else 2
     for other in known:
+        if abs(len(name) - len(other)) > _MAX_SEPARATORS:
+            continue
         if plain == _plain(other) or _edits(name, other, max_edits) <= max_edits:
             return other
     return None
 
 
+@lru_cache(maxsize=2048)
 def _plain(name: str) -> str:
     return name.replace("_", "").replace("-", "").casefold()
 

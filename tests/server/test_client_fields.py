@@ -286,9 +286,21 @@ def test_our_own_name_wins_and_the_other_is_named(served: Served):
     assert ignored(ask(served, max_tokens=3, n_predict=3)) == []
 
 
+def test_a_schema_by_another_name_is_not_merged_with_our_own(served: Served):
+    answer = ask(served, max_tokens=60, guided_json=SCHEMA, json_schema={"properties": {"b": {"type": "null"}}})
+    assert ignored(answer) == ["json_schema"]
+    assert json.loads(text(answer)).keys() == {"a"}
+
+
+def test_a_key_of_an_object_is_not_taken_for_a_misspelt_object(served: Served):
+    answer = ask(served, structured_outputs={"regex": "a", "backend": "x"})
+    assert answer.json()["error"]["message"] == "Unknown parameter: 'structured_outputs.backend'."
+
+
 def test_an_unlimited_answer_by_other_names_ends_with_the_context(served: Served):
     answer = served.post("/v1/chat/completions", json={**ROUTES["/v1/chat/completions"][1], "n_predict": -1})
     assert answer.status_code == 200
+    assert served.post("/v1/responses", json={"model": "small", "input": "x", "n_predict": -1}).status_code == 200
     answer = ask(served, "/v1/completions", max_tokens=None, n_predict=-1)
     assert answer.status_code == 400 and "needs a number of tokens" in answer.json()["error"]["message"]
 
