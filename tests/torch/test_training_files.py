@@ -162,7 +162,7 @@ def check(monkeypatch, capsys, *arguments: Any) -> tuple[int, str]:
 
 
 def test_a_file_is_shown_as_a_job_would_read_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("COSERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COSERVE_CACHE", str(tmp_path / "cache"))  # where profiles of the device are kept
     records = [{"prompt": "one two three", "completion": " four"}, {"text": "five six seven eight nine ten"}]
     records += [{"prompt": "eleven " * 30, "completion": "no"}]
     path = write(tmp_path / "data.jsonl", records)
