@@ -33,8 +33,8 @@ async def retrieve_archive(
 ) -> Response:
     """Send the files that a job has made as a ZIP archive.
 
-    step: of a checkpoint (default: the newest). merge: the base model with the adapter in its weights, in float32 and
-    in Hugging Face's layout, instead of the adapter in PEFT's.
+    step: of a checkpoint (default: the newest). merge: the base model with the adapter in its weights, in the types of
+    its files and in Hugging Face's layout, instead of the adapter in PEFT's.
     """
     job = await run_in_threadpool(find_job, context, tenant, job_id)
     directory = await run_in_threadpool(adapter_directory, context, job, step)
