@@ -126,7 +126,7 @@ def fitting_factor(trace: Sequence[TracedRequest], latency: LatencyModel, ttft_s
     return factor
 
 
-def _guess(trace: Sequence[TracedRequest], latency: LatencyModel) -> float:
+def guessed_rate(trace: Sequence[TracedRequest], latency: LatencyModel) -> float:
     """Requests per second by mean lengths, with a batch of 32."""
     prompt = round(mean(request.num_prompt_tokens for request in trace))
     output = mean(request.num_output_tokens for request in trace)
@@ -161,7 +161,7 @@ class Bench:
             seconds = min(max(_SEARCH_REQUESTS / rate, _LEAST_SEARCH_S), _MOST_SEARCH_S)
             return self.holds(rescale(trace, rate=rate, seconds=seconds), slo, seconds=seconds)
 
-        rate = _guess(trace, self.place.latency)
+        rate = guessed_rate(trace, self.place.latency)
         held, lost = (rate, inf) if holds(rate) else (0.0, rate)
         for _ in range(_NUM_STEPS):
             if held and lost < inf:

@@ -24,12 +24,14 @@ from coserve.bench.cells import (
     CompareConfig,
     Watch,
     fitting_factor,
+    guessed_rate,
     milliseconds,
     policy_of,
     rounded,
 )
 from coserve.bench.places import ModelledPlace, TorchPlace
 from coserve.bench.worker_processes import worker_processes
+from coserve.errors import BudgetError
 from coserve.models.backbone import Backbone
 from coserve.scheduling.policies import DEFAULT_POLICY, policy_class
 from coserve.scheduling.slo import DEFAULT_TPOT_STEPS, Slo
@@ -157,15 +159,18 @@ def compare(
         assert shapes is not None
         watch("warming up: the latency model sees steps of every kind")
         twin = Bench(place.modelled(shapes), config)
-        warm_rate = mean(config.rates) if config.rates else LOADS["middle"] * twin.saturation(trace, slo)
+        warm_rate = (
+            mean(config.rates) if config.rates else LOADS["middle"] * _modelled_saturation(twin, trace, slo, solo_s)
+        )
         place.learn(bench.run(DEFAULT_POLICY, rescale(trace, rate=warm_rate, seconds=config.seconds), slo)[1])
         twin = Bench(place.modelled(shapes), config)
     saturation, rates = None, {f"{rate:g}/s": rate for rate in config.rates}
     if not rates:
         watch("the rate at which requests alone just hold the SLOs")
-        saturation = (twin or bench).saturation(trace, slo)
-        if twin is not None:
-            saturation = _tried(bench, trace, slo, saturation)
+        if twin is None:
+            saturation = bench.saturation(trace, slo)
+        else:
+            saturation = _tried(bench, trace, slo, _modelled_saturation(twin, trace, slo, solo_s))
         rates = {load: LOADS[load] * saturation for load in config.loads}
     if isinstance(place, ModelledPlace) and workers > 1:
         cells = list(_cells_apart(place, config, trace, slo, rates, workers, watch))
@@ -244,6 +249,22 @@ def _over_best(ours: Cell, rivals: Sequence[Cell]) -> dict[str, Any]:
         "best_rival": best.policy if best is not None and theirs else None,
         "ratio": rounded(mine / theirs) if theirs else None,
     }
+
+
+def _modelled_saturation(twin: Bench, trace: Sequence[TracedRequest], slo: Slo, solo_s: float) -> float:
+    """Return the saturation of a device's model, or a guess to try on the device where only the model holds no rate.
+
+    Another process may have slowed the profile or the warm-up. solo_s: what a step alone took on the device.
+
+    Raises:
+        BudgetError: the device itself cannot hold the SLO of a step alone.
+    """
+    try:
+        return twin.saturation(trace, slo)
+    except BudgetError:
+        if solo_s > slo.tpot_s:
+            raise
+        return guessed_rate(trace, twin.place.latency)
 
 
 def _tried(bench: Bench, trace: Sequence[TracedRequest], slo: Slo, rate: float) -> float:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+from copy import deepcopy
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,12 +20,13 @@ from coserve.bench.cells import Bench, Cell, CompareConfig, fitting_factor
 from coserve.bench.compare import Compared, compare
 from coserve.bench.compare_page import compare_html
 from coserve.bench.open_loop import OpenLoop
-from coserve.bench.places import ModelledPlace
+from coserve.bench.places import ModelledPlace, TorchPlace
 from coserve.bench.separate import Ended, SeparateProcesses, own_cores
 from coserve.cli.main import app
 from coserve.engine.config import EngineConfig
 from coserve.errors import BudgetError, CoserveError, DataError
 from coserve.models import load_backbone
+from coserve.models.backbone import Backbone
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.policies import policy_names
 from coserve.scheduling.slo import Slo
@@ -296,6 +298,27 @@ def test_in_a_hurry_few_policies_are_compared_at_one_rate(tmp_path, monkeypatch)
         "shares of the time, with the warm-up and the search"
     )
     assert result["rows"][0]["rate"] == pytest.approx(0.6 * result["saturation_rate"], rel=1e-3)
+
+
+def test_the_device_decides_where_its_model_was_measured_on_a_busy_machine(tmp_path, monkeypatch):
+    """The model's steps are far longer than the device's, so that the model holds the SLOs at no rate."""
+    modelled = TorchPlace.modelled
+
+    def disturbed(self: TorchPlace, backbone: Backbone, true: LatencyModel | None = None) -> ModelledPlace:
+        slow = deepcopy(self.latency)
+        for _ in range(40):
+            for rows in (1 << bit for bit in range(10)):
+                seconds = slow.corrections.of("forward", rows, False)
+                slow.corrections.observe("forward", rows, False, predicted_s=seconds, measured_s=1e3)
+        return modelled(self, backbone, slow)
+
+    monkeypatch.setattr(TorchPlace, "modelled", disturbed)
+    monkeypatch.setattr("coserve.cli.bench_compare._QUICK_MINUTES", 0.5)
+    done = run_command(tmp_path, "--model", "tiny", "--dtype", "float32", "--quick")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout.splitlines()[-1])["saturation_rate"] > 0
+    with pytest.raises(BudgetError, match="at no rate"):
+        run_command(tmp_path, "--model", "tiny", "--dtype", "float32", "--quick", "--slo-tpot", "1us")
 
 
 def test_separate_processes_serve_and_fine_tune_the_same_trace(tmp_path, monkeypatch):
