@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -51,6 +52,11 @@ def body_of(route: str, hostile: dict[str, Any], **more: Any) -> dict[str, Any]:
 @pytest.mark.usefixtures("pids")
 def test_a_hostile_grammar_costs_its_request_alone(served: Served, route: str, name: str):
     answer = served.post(route, json=body_of(route, HOSTILE[name]))
+    for _ in range(5):
+        if answer.status_code != 503:  # as a machine says that is busy: try again
+            break
+        time.sleep(2.0)
+        answer = served.post(route, json=body_of(route, HOSTILE[name]))
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert "grammar" in error["message"] and error["param"] is not None, error

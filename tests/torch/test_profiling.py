@@ -3,6 +3,7 @@
 However busy the machine is at the first start, what is found is near to what steps take; what is not is corrected.
 """
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,7 +12,7 @@ from engines import examples_of
 from support import make_backbone
 
 from coserve import EngineConfig, LoraConfig, SamplingParams, TuningConfig
-from coserve.devices import kept_profiles, profiling
+from coserve.devices import kept_profiles, profiled_pieces, profiling
 from coserve.devices.measuring import Stopwatch, Timing, finish, rising
 from coserve.devices.profile_store import correct_profile, read_profile, write_profile
 from coserve.engine.engine import Engine
@@ -170,13 +171,19 @@ def test_what_more_rows_did_faster_was_held_up():
 
 @pytest.mark.long
 def test_a_cpu_that_can_be_divided_is_measured_in_parts_too(monkeypatch):
-    """The rest of the profile is not measured here."""
+    """The rest of the profile is hardly measured: threads that meet wait long where other processes compute."""
     cpu = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
 
     def modelled(self):
         yield
         return roofline_profile(self.backbone, cpu)
 
+    def joins_for_nothing(self, rows, pair_s):
+        yield
+        return 1.0
+
+    monkeypatch.setattr(profiling, "WHOLE", replace(profiling.QUICK, is_whole=True))
+    monkeypatch.setattr(profiled_pieces.ProfiledPieces, "joining", joins_for_nothing)
     monkeypatch.setattr(profiling._Measurement, "_round", modelled)
     backbone, before = make_backbone("llama"), torch.get_num_threads()
     assert profiling.measure_profile(backbone).sharing is None, "of one thread"
