@@ -22,6 +22,8 @@ CoserveError
 │   └── DiskFullError           a file or the database cannot be written: there is no room on its disk
 ├── DeviceMemoryError   the device ran out of memory within a step
 ├── DeviceGoneError     the device's process is not there any more
+├── RankError           a collective that was not completed, since a rank of the group failed
+│   └── RankGoneError           a rank that has ended, or that does not answer: the group cannot continue
 ├── EngineGoneError     the engine's process is not there: it starts, or has died and is started again
 ├── SandboxError        a call that crashed in its sandbox, or went past the limits there
 ├── ClusterError        a cluster that cannot be reached, or used as it was asked
@@ -129,6 +131,17 @@ class DeviceMemoryError(CoserveError):
 
 class DeviceGoneError(CoserveError):
     """The device's process has ended; what was asked of it has not been done, or not to its end."""
+
+
+class RankError(CoserveError):
+    """A collective that a group of ranks did not complete: a rank failed, or ranks called different collectives.
+
+    The group can be used again once every rank has called `RankGroup.reset`.
+    """
+
+
+class RankGoneError(RankError):
+    """A rank's process has ended, or did not answer in time: the group cannot be used any more."""
 
 
 class EngineGoneError(CoserveError):

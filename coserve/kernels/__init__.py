@@ -1,6 +1,7 @@
 """Kernels: what may have a fast version on some device, one folder per backend (see `base.py`).
 
-Every backend is tested against `plain/`. Which one runs is decided once per model, by `find_backend`.
+Every backend is tested against `plain/`. Which one runs is decided once per model, by `find_backend`. The folder
+`groups/` is not a backend: it has the collectives between ranks.
 """
 
 import os
@@ -17,8 +18,8 @@ if TYPE_CHECKING:  # `coserve.kernels.cpu_library` runs before PyTorch is import
 
 
 def backend_names() -> tuple[str, ...]:
-    """The folders here: each is a backend, and files are what they share."""
-    return variant_names(__path__, folders_only=True)
+    """Return the backends: the folders here but for `groups`. Files are what backends share."""
+    return tuple(name for name in variant_names(__path__, folders_only=True) if name != "groups")
 
 
 def names_for(device: "torch.device") -> tuple[str, ...]:

@@ -1,0 +1,161 @@
+"""What every group of ranks does: collectives, which all ranks call in the same order with tensors of the same shape.
+
+A collective never waits forever. When a rank fails, ends or does not come, every other rank raises `RankError` in the
+collective where it is, or in its next one. After that, every rank calls `reset` before the next collective; a group
+that raised `RankGoneError` is over.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+# Types that can be summed. Those of two bytes are added in float32 and rounded once.
+SUMMED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class RankGroup(ABC):
+    """One rank's end of a group. The public methods check what they are given; the others move the data."""
+
+    def __init__(self, *, rank: int, size: int) -> None:
+        assert 0 <= rank < size, f"rank {rank} of {size}"
+        self.rank = rank
+        """Number of this rank in its group, from 0 on."""
+        self.size = size
+        """Number of ranks in the group."""
+
+    def sum_(self, x: Tensor, name: str = "") -> Tensor:
+        """Replace a tensor by the sum of all ranks' tensors, which has the same bits on every rank.
+
+        The ranks' values are added one after the other, rank 0's first, in float32, and rounded once.
+
+        Args:
+            x: a contiguous tensor of one of `SUMMED_TYPES`; overwritten.
+            name: of the graph's node, for the debug check and messages.
+
+        Returns:
+            The same tensor.
+
+        Raises:
+            RankError: another rank has failed, or calls another collective.
+        """
+        assert x.is_contiguous() and x.dtype in SUMMED_TYPES, f"{name}: a sum of {x.dtype}, strides {x.stride()}"
+        if self.size > 1 and x.numel() > 0:
+            self._sum(x, _label("sum", name, x))
+        return x
+
+    def all_gather(self, x: Tensor, name: str = "") -> Tensor:
+        """Return all ranks' tensors, [size, *x.shape], on every rank; see `sum_` for the rest."""
+        if self.size == 1:
+            return x.unsqueeze(0)
+        return self._all_gather(x.contiguous(), _label("all_gather", name, x))
+
+    def gather(self, x: Tensor, to: int = 0, name: str = "") -> Tensor | None:
+        """Return all ranks' tensors, [size, *x.shape], on the rank `to`, and None on all others."""
+        assert 0 <= to < self.size
+        if self.size == 1:
+            return x.unsqueeze(0)
+        return self._gather(x.contiguous(), to, _label(f"gather to {to}", name, x))
+
+    def gather_columns(self, x: Tensor, name: str = "") -> Tensor:
+        """Return the ranks' columns beside each other, [..., size * columns], of x [..., columns]."""
+        if self.size == 1:
+            return x
+        return torch.cat(list(self.all_gather(x, name)), -1)
+
+    def agree(self, number: int) -> int:
+        """Return rank 0's number on every rank: of a decision that depends on a rank's own clock or memory.
+
+        Args:
+            number: an integer of at most 64 bits, with its sign.
+        """
+        return number if self.size == 1 else self._agree(number)
+
+    def barrier(self) -> None:
+        """Return once all ranks have called it."""
+        self.agree(0)
+
+    def begin_sum(self, x: Tensor, name: str = "") -> "Pending":
+        """Start a sum that may proceed while this rank computes; transports without overlap sum at once."""
+        return Pending(self.sum_(x, name))
+
+    @abstractmethod
+    def fail(self, reason: str) -> None:
+        """Make every collective of the group, those that wait included, raise `RankError` until all ranks `reset`.
+
+        Args:
+            reason: one line for the message.
+        """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Wait until all ranks have called this, then clear the failure and what was under way."""
+
+    def close(self) -> None:  # noqa: B027 - most transports hold nothing
+        """Release what the group holds; no collective is called afterwards."""
+
+    @abstractmethod
+    def _sum(self, x: Tensor, label: str) -> None:
+        """See `sum_`: of several ranks, not empty. label: describes the collective; equal on all ranks."""
+
+    @abstractmethod
+    def _all_gather(self, x: Tensor, label: str) -> Tensor: ...
+
+    @abstractmethod
+    def _agree(self, number: int) -> int: ...
+
+    def _gather(self, x: Tensor, to: int, label: str) -> Tensor | None:
+        found = self._all_gather(x, label)
+        return found if self.rank == to else None
+
+
+class Pending:
+    """A sum that was begun; `wait` gives its result."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+
+    def wait(self) -> Tensor:
+        """Return the summed tensor once it is complete."""
+        return self._x
+
+
+class SingleRank(RankGroup):
+    """A group of one rank: its collectives return what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=1)
+
+    def fail(self, reason: str) -> None:
+        """Do nothing: there is nobody to tell."""
+
+    def reset(self) -> None:
+        """Do nothing."""
+
+    def _sum(self, x: Tensor, label: str) -> None:
+        raise AssertionError("a group of one moves no data")
+
+    def _all_gather(self, x: Tensor, label: str) -> Tensor:
+        raise AssertionError("a group of one moves no data")
+
+    def _agree(self, number: int) -> int:
+        raise AssertionError("a group of one moves no data")
+
+
+def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of equal tensors, added in their order in float32 and rounded once to their type."""
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)
+
+
+def digest(label: str) -> int:
+    """Return 32 bits that tell collectives apart; equal in all processes."""
+    return crc32(label.encode())
+
+
+def _label(kind: str, name: str, x: Tensor) -> str:
+    return f"{kind} {name or '(unnamed)'} {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
