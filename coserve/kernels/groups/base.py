@@ -7,7 +7,6 @@ that raised `RankGoneError` is over.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -43,21 +42,25 @@ class RankGroup(ABC):
         """
         assert x.is_contiguous() and x.dtype in SUMMED_TYPES, f"{name}: a sum of {x.dtype}, strides {x.stride()}"
         if self.size > 1 and x.numel() > 0:
-            self._sum(x, _label("sum", name, x))
+            self._sum(x, name)
         return x
 
     def all_gather(self, x: Tensor, name: str = "") -> Tensor:
         """Return all ranks' tensors, [size, *x.shape], on every rank; see `sum_` for the rest."""
         if self.size == 1:
             return x.unsqueeze(0)
-        return self._all_gather(x.contiguous(), _label("all_gather", name, x))
+        if x.numel() == 0:
+            return x.new_empty((self.size, *x.shape))
+        return self._all_gather(x.contiguous(), name)
 
     def gather(self, x: Tensor, to: int = 0, name: str = "") -> Tensor | None:
         """Return all ranks' tensors, [size, *x.shape], on the rank `to`, and None on all others."""
         assert 0 <= to < self.size
         if self.size == 1:
             return x.unsqueeze(0)
-        return self._gather(x.contiguous(), to, _label(f"gather to {to}", name, x))
+        if x.numel() == 0:
+            return x.new_empty((self.size, *x.shape)) if self.rank == to else None
+        return self._gather(x.contiguous(), to, name)
 
     def gather_columns(self, x: Tensor, name: str = "") -> Tensor:
         """Return the ranks' columns beside each other, [..., size * columns], of x [..., columns]."""
@@ -97,17 +100,19 @@ class RankGroup(ABC):
         """Release what the group holds; no collective is called afterwards."""
 
     @abstractmethod
-    def _sum(self, x: Tensor, label: str) -> None:
-        """See `sum_`: of several ranks, not empty. label: describes the collective; equal on all ranks."""
+    def _sum(self, x: Tensor, name: str) -> None:
+        """Do what `sum_` says, for several ranks and a tensor that is not empty."""
 
     @abstractmethod
-    def _all_gather(self, x: Tensor, label: str) -> Tensor: ...
+    def _all_gather(self, x: Tensor, name: str) -> Tensor:
+        """Do what `all_gather` says, for several ranks and a contiguous tensor."""
 
     @abstractmethod
-    def _agree(self, number: int) -> int: ...
+    def _agree(self, number: int) -> int:
+        """Do what `agree` says, for several ranks."""
 
-    def _gather(self, x: Tensor, to: int, label: str) -> Tensor | None:
-        found = self._all_gather(x, label)
+    def _gather(self, x: Tensor, to: int, name: str) -> Tensor | None:
+        found = self._all_gather(x, name)
         return found if self.rank == to else None
 
 
@@ -134,10 +139,10 @@ class SingleRank(RankGroup):
     def reset(self) -> None:
         """Do nothing."""
 
-    def _sum(self, x: Tensor, label: str) -> None:
+    def _sum(self, x: Tensor, name: str) -> None:
         raise AssertionError("a group of one moves no data")
 
-    def _all_gather(self, x: Tensor, label: str) -> Tensor:
+    def _all_gather(self, x: Tensor, name: str) -> Tensor:
         raise AssertionError("a group of one moves no data")
 
     def _agree(self, number: int) -> int:
@@ -152,10 +157,6 @@ def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def digest(label: str) -> int:
-    """Return 32 bits that tell collectives apart; equal in all processes."""
-    return crc32(label.encode())
-
-
-def _label(kind: str, name: str, x: Tensor) -> str:
+def describe(kind: str, name: str, x: Tensor) -> str:
+    """Return a collective as one line of a message, such as "sum h.0.mlp [8, 896] bfloat16"."""
     return f"{kind} {name or '(unnamed)'} {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coserve.errors import RankError, RankGoneError
-from coserve.kernels.groups.base import RankGroup, sum_in_rank_order
+from coserve.kernels.groups.base import RankGroup, describe, sum_in_rank_order
 
 T = TypeVar("T")
 _TIMEOUT_S = 60.0
@@ -28,12 +28,12 @@ class ThreadGroup(RankGroup):
     def reset(self) -> None:
         self._meeting.reset(self.rank)
 
-    def _sum(self, x: Tensor, label: str) -> None:
+    def _sum(self, x: Tensor, name: str) -> None:
         # A copy, since other ranks read it while this one overwrites its own.
-        x.copy_(sum_in_rank_order(self._meeting.exchange(self.rank, label, x.clone())))
+        x.copy_(sum_in_rank_order(self._meeting.exchange(self.rank, describe("sum", name, x), x.clone())))
 
-    def _all_gather(self, x: Tensor, label: str) -> Tensor:
-        return torch.stack(self._meeting.exchange(self.rank, label, x.clone()))
+    def _all_gather(self, x: Tensor, name: str) -> Tensor:
+        return torch.stack(self._meeting.exchange(self.rank, describe("gather", name, x), x.clone()))
 
     def _agree(self, number: int) -> int:
         found: int = self._meeting.exchange(self.rank, "agree", number)[0]

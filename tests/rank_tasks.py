@@ -1,0 +1,150 @@
+"""What the processes of a group of ranks do in tests: functions of one rank, which it can import by their names."""
+
+import os
+import random
+import signal
+import time
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from coserve.errors import RankError
+from coserve.kernels.groups.base import SUMMED_TYPES, RankGroup
+
+
+def part(rank: int, seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A rank's part of a sum, which every rank can make of every other."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * seed + rank)).to(dtype)
+
+
+def expected_sum(size: int, seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The parts, added in rank order in float32, and rounded once."""
+    total = part(0, seed, *shape, dtype=dtype).float()
+    for rank in range(1, size):
+        total = total + part(rank, seed, *shape, dtype=dtype).float()
+    return total.to(dtype)
+
+
+def bits(x: Tensor) -> int:
+    return crc32(x.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def sum_all(group: RankGroup, lengths: list[int]) -> tuple[list[str], list[int]]:
+    """Sums of every type and length: those that are wrong, and the bits of all."""
+    wrong, found = [], []
+    for dtype in SUMMED_TYPES:
+        for seed, length in enumerate(lengths):
+            x = group.sum_(part(group.rank, seed, length, dtype=dtype))
+            if not torch.equal(x, expected_sum(group.size, seed, length, dtype=dtype)):
+                wrong.append(f"{dtype} {length}")
+            found.append(bits(x))
+    return wrong, found
+
+
+def sum_special(group: RankGroup) -> list[float]:
+    """Infinities, NaN, what is too large for the type, and denormal numbers."""
+    mine, others = [float("inf"), float("nan"), 3e38, 1e-40], [1.0, 1.0, 3e38, 1e-40]
+    x = torch.tensor(mine if group.rank == 0 else others).bfloat16()
+    return [float(each) for each in group.sum_(x)]
+
+
+def collect(group: RankGroup, length: int) -> tuple[Tensor, Tensor | None, Tensor, list[int]]:
+    """Every other collective."""
+    x = part(group.rank, 0, length, 2)
+    numbers = [group.agree(number if group.rank == 0 else 5) for number in (-(2**63), 2**63 - 1, 0)]
+    group.barrier()
+    return group.all_gather(x), group.gather(x, to=group.size - 1), group.gather_columns(x.bfloat16()), numbers
+
+
+def many(group: RankGroup, num_collectives: int) -> list[int]:
+    """A random mixture, the same on all ranks, with pauses that each rank draws for itself: those that are wrong."""
+    shared, own, wrong = random.Random(0), random.Random(group.rank), []
+    for number in range(num_collectives):
+        if own.random() < 0.01:
+            time.sleep(own.random() * 0.003)
+        kind, length = shared.choice(["sum", "sum", "gather", "agree", "to"]), shared.choice([1, 7, 896, 20_000])
+        x = torch.full((length,), float(group.rank + number % 97))
+        every = [float(rank + number % 97) for rank in range(group.size)]
+        if kind == "sum":
+            is_right = bool((group.sum_(x) == sum(every)).all())
+        elif kind == "gather":
+            is_right = group.all_gather(x)[:, -1].tolist() == every
+        elif kind == "to":
+            found = group.gather(x, to=number % group.size)
+            is_right = found is None or found[:, 0].tolist() == every
+        else:
+            is_right = group.agree(number if group.rank == 0 else -1) == number
+        if not is_right:
+            wrong.append(number)
+    return wrong
+
+
+def sum_until_killed(group: RankGroup) -> str:
+    """The last rank is killed while the others wait for it."""
+    for _ in range(200):
+        group.sum_(torch.ones(8))
+    if group.rank == group.size - 1:
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return error_of(group)
+
+
+def fail_and_reset(group: RankGroup) -> list[Any]:
+    """Rank 0 fails between two collectives, some times; the ranks meet again."""
+    found: list[Any] = []
+    for number in range(5):
+        for _ in range(number):
+            group.sum_(torch.ones(3))
+        if group.rank == 0:
+            group.fail(f"failure {number}")
+        found.append(error_of(group))
+        group.reset()
+        found.append(float(group.sum_(torch.ones(1))))
+    return found
+
+
+def raise_on_one(group: RankGroup) -> str:
+    """Rank 1 raises, which its process tells the others."""
+    group.barrier()
+    if group.rank == 1:
+        raise ValueError("no such row")
+    return error_of(group)
+
+
+def call_different(group: RankGroup, name: str, width: int) -> str:
+    """Rank 1 is at a collective of this name and width; the others at that of h.0, 3 wide."""
+    group.sum_(torch.ones(3), "before")
+    theirs = (name, width) if group.rank == 1 else ("h.0", 3)
+    try:
+        group.sum_(torch.ones(theirs[1]), theirs[0])
+    except RankError as error:
+        group.reset()
+        assert float(group.sum_(torch.ones(1))) == group.size
+        return str(error)
+    return ""
+
+
+def call_different_kinds(group: RankGroup) -> str:
+    try:
+        group.agree(3) if group.rank == 1 else group.sum_(torch.ones(3))
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+def stand_still(group: RankGroup) -> str:
+    """Rank 1 comes after the others have given up."""
+    if group.rank == 1:
+        time.sleep(0.5)
+    return error_of(group)
+
+
+def error_of(group: RankGroup) -> str:
+    """The class and text of the error of a sum that cannot be made."""
+    try:
+        group.sum_(torch.ones(3))
+    except RankError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
