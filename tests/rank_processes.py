@@ -1,18 +1,22 @@
-"""Ranks as processes that share an arena: each runs a function of `rank_tasks.py`, or one that it can import."""
+"""Ranks as processes: each runs a function of `rank_tasks.py`, or one that it can import."""
 
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
 from typing import Any
 
 import pytest
+from torch import distributed as dist
 
 from coserve.kernels.groups._arena import RankArena
+from coserve.kernels.groups.base import RankGroup
 from coserve.kernels.groups.shared_memory import SharedMemoryGroup
+from coserve.kernels.groups.torch_distributed import TorchGroup
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["coserve.kernels.groups.shared_memory"])
@@ -36,11 +40,48 @@ def run_processes(
     """
     arena = RankArena.create(size, buffer_bytes)
     plain = is_plain if isinstance(is_plain, list) else [is_plain] * size
+    joins = [partial(_join_arena, DupFd(arena.fd), rank, plain[rank], timeout_s) for rank in range(size)]
+    found = _run_all(joins, partial(_call, task, arguments), environment)
+    arena.close()
+    return found
+
+
+def run_torch_processes(
+    size: int, task: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None
+) -> list[Any]:
+    """Do the same with ranks that gloo connects, on loopback."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    joins = [partial(_join_torch, rank, size, store.port) for rank in range(size)]
+    return _run_all(joins, partial(_call, task, arguments), environment)
+
+
+def _join_arena(arena: Any, rank: int, is_plain: bool, timeout_s: float) -> RankGroup:
+    return SharedMemoryGroup(
+        RankArena(arena.detach()),
+        rank,
+        timeout_s=timeout_s,
+        start_timeout_s=_START_TIMEOUT_S,
+        may_be_compiled=not is_plain,
+    )
+
+
+def _join_torch(rank: int, size: int, port: int) -> RankGroup:
+    return TorchGroup(rank=rank, size=size, host="127.0.0.1", port=port, own_address="127.0.0.1")
+
+
+def _call(task: Callable[..., Any], arguments: tuple[Any, ...], group: RankGroup) -> Any:
+    return task(group, *arguments)
+
+
+def _run_all(
+    joins: Sequence[Callable[[], RankGroup]],
+    call: Callable[[RankGroup], Any],
+    environment: Mapping[str, str] | None,
+) -> list[Any]:
     results, processes = [], []
-    for rank in range(size):
+    for join in joins:
         ours, theirs = _CONTEXT.Pipe(duplex=False)
-        given = (DupFd(arena.fd), rank, task, arguments, plain[rank], timeout_s, dict(environment or {}), theirs)
-        processes.append(_CONTEXT.Process(target=_run, args=given, daemon=True))
+        processes.append(_CONTEXT.Process(target=_run, args=(join, call, dict(environment or {}), theirs), daemon=True))
         processes[-1].start()
         theirs.close()
         results.append(ours)
@@ -48,7 +89,6 @@ def run_processes(
     for process in processes:
         process.join(60)
         assert process.exitcode is not None, "an orphan"
-    arena.close()
     return found
 
 
@@ -61,26 +101,16 @@ def _result(connection: Connection) -> Any:
 
 
 def _run(
-    arena: Any,
-    rank: int,
-    task: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    is_plain: bool,
-    timeout_s: float,
+    join: Callable[[], RankGroup],
+    call: Callable[[RankGroup], Any],
     environment: dict[str, str],
     results: Connection,
 ) -> None:
     os.environ.update({"OMP_NUM_THREADS": "1", **environment})
     group = None
     try:
-        group = SharedMemoryGroup(
-            RankArena(arena.detach()),
-            rank,
-            timeout_s=timeout_s,
-            start_timeout_s=_START_TIMEOUT_S,
-            may_be_compiled=not is_plain,
-        )
-        found = task(group, *arguments)
+        group = join()
+        found = call(group)
     except Exception as error:
         if group is not None:
             group.fail(f"{type(error).__name__}: {error}")

@@ -126,6 +126,15 @@ def call_different(group: RankGroup, name: str, width: int) -> str:
     return ""
 
 
+def call_different_once(group: RankGroup) -> str:
+    """Rank 1 is at h.1, the others at h.0."""
+    try:
+        group.sum_(torch.ones(3), f"h.{int(group.rank == 1)}")
+    except RankError as error:
+        return str(error)
+    return ""
+
+
 def call_different_kinds(group: RankGroup) -> str:
     try:
         group.agree(3) if group.rank == 1 else group.sum_(torch.ones(3))
