@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from coserve.errors import RankError
+from coserve.kernels.attention import Segment
+from coserve.kernels.cpu import CpuBackend
 from coserve.kernels.groups.base import SUMMED_TYPES, RankGroup
+from coserve.kernels.trace import TracedStep
 
 
 def part(rank: int, seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -141,6 +144,53 @@ def call_different_kinds(group: RankGroup) -> str:
     except RankError as error:
         return str(error)
     return ""
+
+
+def trace_sums(group: RankGroup, dtype: torch.dtype) -> list[bool]:
+    """Whether steps of calls that were written down, two sums among them, have the bits of the same one by one."""
+    backend, width = CpuBackend(torch.device("cpu")), 64
+    calls = backend.trace(dtype, lambda trace: _two_sums(trace.backend, trace.group(group), trace.input("x", width)))
+    assert calls is not None
+    return [
+        torch.equal(calls.run(_step(backend, x)), _two_sums(backend, group, x))
+        for x in (part(group.rank, seed, n, width, dtype=dtype) for seed, n in enumerate((1, 3, 700)))
+    ]
+
+
+def fail_within_a_trace(group: RankGroup) -> list[Any]:
+    """Rank 0 is not at the calls of the others; then all are."""
+    backend, found = CpuBackend(torch.device("cpu")), list[Any]()
+    calls = backend.trace(
+        torch.float32, lambda trace: _two_sums(trace.backend, trace.group(group), trace.input("x", 16))
+    )
+    assert calls is not None
+    try:
+        if group.rank == 0:
+            group.fail("out of memory")
+            group.barrier()
+        calls.run(_step(backend, torch.ones(2, 16)))
+    except RankError as error:
+        found.append(str(error))
+    group.reset()
+    x = torch.ones(2, 16)
+    return [*found, torch.equal(calls.run(_step(backend, x)), _two_sums(backend, group, x))]
+
+
+def _two_sums(backend: Any, group: RankGroup, x: Any) -> Any:
+    y = backend.silu_mul(x, x)
+    return group.sum(group.sum(y, "h.0") + y, "h.1")
+
+
+def _step(backend: CpuBackend, x: Tensor) -> TracedStep:
+    """A step of as many requests as there are rows, of one token each."""
+    segments = [Segment(num_rows=1, num_keys=1, pages=(index,)) for index in range(len(x))]
+    return TracedStep(
+        inputs={"x": x},
+        attention=backend.prepare_attention(segments, block_tokens=16),
+        pages=torch.arange(len(x)),
+        offsets=torch.zeros(len(x), dtype=torch.int64),
+        adapters=None,
+    )
 
 
 def stand_still(group: RankGroup) -> str:

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from coserve.kernels.attention import AttentionBatch, Segment
+from coserve.kernels.groups.base import RankGroup
 from coserve.kernels.low_rank import AdapterBatch
 
 # A backend, which is declared with this module's classes.
@@ -136,6 +137,12 @@ class Trace(ABC, Generic[BackendT]):
     @abstractmethod
     def adapters(self) -> AdapterBatch:
         """Stands for `TracedStep.adapters`."""
+
+    def group(self, group: RankGroup) -> RankGroup:
+        """Stands for a group of ranks: writes down its sums."""
+        if group.size > 1:
+            raise UntraceableError
+        return group
 
     @abstractmethod
     def input(self, name: str, width: int) -> Tensor:

@@ -43,6 +43,16 @@ def test_a_sum_is_made_in_place():
     assert run_ranks(2, run) == [True, True]
 
 
+def test_a_sum_can_leave_its_parts_as_they_are():
+    def run(group: RankGroup) -> tuple[Tensor, Tensor]:
+        x = part(group.rank, 4, 3)
+        return group.sum(x.t()), x
+
+    for rank, (total, x) in enumerate(run_ranks(2, run)):
+        assert torch.equal(total, (part(0, 4, 3) + part(1, 4, 3)).t())
+        assert torch.equal(x, part(rank, 4, 3))
+
+
 def test_many_collectives_follow_each_other():
     def run(group: RankGroup) -> list[float]:
         x = torch.tensor([float(group.rank + 1)])
@@ -119,7 +129,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for_forever():
 
 def test_a_group_of_one_returns_what_it_is_given():
     group, x = SingleRank(), part(0, 2, 3)
-    assert group.sum_(x) is x and group.begin_sum(x).wait() is x
+    assert group.sum_(x) is x and group.sum(x) is x and group.begin_sum(x).wait() is x
     assert torch.equal(group.all_gather(x), x[None]) and torch.equal(group.gather(x), x[None])
     assert group.gather_columns(x) is x
     assert group.agree(4) == 4

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rank_tasks import (
     call_different_kinds,
     collect,
     fail_and_reset,
+    fail_within_a_trace,
     many,
     part,
     raise_on_one,
@@ -20,13 +22,18 @@ from rank_tasks import (
     sum_all,
     sum_special,
     sum_until_killed,
+    trace_sums,
 )
 
 from coserve.errors import RankGoneError
+from coserve.kernels.cpu import CpuBackend
 from coserve.kernels.cpu.compiled import compiled_kernels
 from coserve.kernels.groups._arena import RankArena
 from coserve.kernels.groups.shared_memory import SharedMemoryGroup
+from coserve.kernels.groups.threads import thread_groups
+from coserve.kernels.trace import UntraceableError
 
+needs_kernels = pytest.mark.skipif(compiled_kernels() is None, reason="needs g++")
 BUFFER_BYTES = 128 << 10
 CHECKED = {"COSERVE_RANK_CHECK": "1"}
 
@@ -116,10 +123,33 @@ def test_a_rank_that_does_not_come_is_not_waited_for_forever(is_plain: bool):
     assert first.startswith("RankGoneError: rank 1 (process ") and first.endswith(") did not come within 0.05 s")
 
 
-@pytest.mark.skipif(compiled_kernels() is None, reason="needs g++")
+@needs_kernels
 def test_ranks_with_different_implementations_are_refused():
     for error in run_processes(2, sum_all, [1], is_plain=[False, True]):
         assert isinstance(error, RankGoneError) and "compiled on some, plain on others" in str(error)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_among_traced_calls_have_the_same_bits(dtype: torch.dtype):
+    assert run_processes(2, trace_sums, dtype, environment=CHECKED) == [[True] * 3] * 2
+
+
+@needs_kernels
+def test_a_failure_among_traced_calls_is_raised_after_them():
+    assert run_processes(3, fail_within_a_trace) == [["rank 0 failed: out of memory", True]] * 3
+
+
+@needs_kernels
+@pytest.mark.parametrize("collective", ["sum", "sum_", "all_gather", "gather"])
+def test_other_groups_and_collectives_cannot_be_traced(collective: str):
+    group, _ = thread_groups(2)
+
+    def run(trace: Any) -> Any:
+        return getattr(trace.group(group), collective)(trace.input("x", 16))
+
+    with pytest.raises(UntraceableError):
+        CpuBackend(torch.device("cpu")).trace(torch.float32, run)
 
 
 def test_an_arena_is_a_file_without_a_name():

@@ -78,6 +78,7 @@ const Kernel KERNELS[] = {
     {"add_adapters", add_adapters_to_sites},
     {"keep_rows", Call<keep_rows>::run},
     {"attend_in_windows", Call<attend_in_windows>::run},
+    {"rank_sum", Call<rank_sum>::run},
 };
 
 }  // namespace

@@ -180,18 +180,18 @@ void add_parts(const T* const* parts, i64 size, T* out, i64 n) {
 }
 
 template <typename T>
-bool sum_at_once(Rank& g, T* x, i64 n, i64 word) {
+bool sum_at_once(Rank& g, const T* x, T* y, i64 n, i64 word) {
     const i64 epoch = g.epoch;
     std::memcpy(buffer(g, g.rank, epoch), x, n * sizeof(T));
     if (!meet(g, word)) return false;
     const T* parts[MAX_RANKS];
-    for (i64 r = 0; r < g.size; r++) parts[r] = r == g.rank ? x : reinterpret_cast<T*>(buffer(g, r, epoch));
-    add_parts(parts, g.size, x, n);
+    for (i64 r = 0; r < g.size; r++) parts[r] = r == g.rank ? x : reinterpret_cast<const T*>(buffer(g, r, epoch));
+    add_parts(parts, g.size, y, n);
     return true;
 }
 
 template <typename T>
-bool sum_in_two_phases(Rank& g, T* x, i64 n, i64 word) {
+bool sum_in_two_phases(Rank& g, const T* x, T* y, i64 n, i64 word) {
     const i64 slice = round_up((n + g.size - 1) / g.size, LINE);
     auto first = [&](i64 rank) { return std::min(n, rank * slice); };
     const i64 start = first(g.rank), stop = first(g.rank + 1), epoch = g.epoch;
@@ -201,35 +201,37 @@ bool sum_in_two_phases(Rank& g, T* x, i64 n, i64 word) {
     std::memcpy(own + stop, x + stop, (n - stop) * sizeof(T));
     if (!meet(g, word)) return false;
     const T* parts[MAX_RANKS];
-    for (i64 r = 0; r < g.size; r++) parts[r] = (r == g.rank ? x : reinterpret_cast<T*>(buffer(g, r, epoch))) + start;
-    add_parts(parts, g.size, x + start, stop - start);
-    std::memcpy(reinterpret_cast<T*>(buffer(g, g.rank, epoch + 1)) + start, x + start, (stop - start) * sizeof(T));
+    for (i64 r = 0; r < g.size; r++)
+        parts[r] = (r == g.rank ? x : reinterpret_cast<const T*>(buffer(g, r, epoch))) + start;
+    add_parts(parts, g.size, y + start, stop - start);
+    std::memcpy(reinterpret_cast<T*>(buffer(g, g.rank, epoch + 1)) + start, y + start, (stop - start) * sizeof(T));
     if (!meet(g, word)) return false;
     for (i64 r = 0; r < g.size; r++)
         if (r != g.rank)
-            std::memcpy(x + first(r), reinterpret_cast<T*>(buffer(g, r, epoch + 1)) + first(r),
+            std::memcpy(y + first(r), reinterpret_cast<const T*>(buffer(g, r, epoch + 1)) + first(r),
                         (first(r + 1) - first(r)) * sizeof(T));
     return true;
 }
 
 template <typename T>
-void sum(Rank& g, T* x, i64 n, i64 word) {
+void sum(Rank& g, const T* x, T* y, i64 n, i64 word) {
     const i64 most = g.buffer_bytes / i64(sizeof(T));
     for (i64 start = 0; start < n; start += most) {
         const i64 count = std::min(most, n - start);
         const bool at_once = count * i64(sizeof(T)) <= MAX_BYTES_AT_ONCE;
-        if (!(at_once ? sum_at_once(g, x + start, count, word) : sum_in_two_phases(g, x + start, count, word))) return;
+        if (!(at_once ? sum_at_once<T> : sum_in_two_phases<T>)(g, x + start, y + start, count, word)) return;
     }
 }
 
 }  // namespace
 
-extern "C" void rank_sum(i64* rank, void* x, i64 num_rows, i64 width, i64 is_bfloat16, i64 digest) {
+// y may be x.
+extern "C" void rank_sum(i64* rank, const void* x, void* y, i64 num_rows, i64 width, i64 is_bfloat16, i64 digest) {
     Rank& g = *reinterpret_cast<Rank*>(rank);
     const i64 n = num_rows * width;
     if (!begin(g)) return;
-    is_bfloat16 ? sum(g, static_cast<bf16*>(x), n, word_of(SUM, 1, n, digest))
-                : sum(g, static_cast<float*>(x), n, word_of(SUM, 0, n, digest));
+    is_bfloat16 ? sum(g, static_cast<const bf16*>(x), static_cast<bf16*>(y), n, word_of(SUM, 1, n, digest))
+                : sum(g, static_cast<const float*>(x), static_cast<float*>(y), n, word_of(SUM, 0, n, digest));
 }
 
 // To all ranks (to = -1) or one; out [size, num_bytes].

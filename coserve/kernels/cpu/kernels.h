@@ -158,7 +158,7 @@ void kernel_numbers(const char* names, i64* numbers);
 void run_calls(const i64* calls, i64 num_calls, const i64* step, i64* nanoseconds);
 
 // collectives.cpp: rank: the state of one (`RankState` in kernels/groups/_arena.py), where the outcome is written
-void rank_sum(i64* rank, void* x, i64 num_rows, i64 width, i64 is_bfloat16, i64 digest);
+void rank_sum(i64* rank, const void* x, void* y, i64 num_rows, i64 width, i64 is_bfloat16, i64 digest);
 void rank_gather(i64* rank, const void* x, void* out, i64 num_bytes, i64 to, i64 digest);
 void rank_agree(i64* rank, i64* number, i64 digest);
 

@@ -38,28 +38,16 @@ from coserve.kernels.cpu.stand_ins import (
     step,
 )
 from coserve.kernels.cpu.traced_calls import CpuCalls, WrittenCalls
+from coserve.kernels.cpu.traced_group import TracedGroup
+from coserve.kernels.groups.base import RankGroup
 from coserve.kernels.low_rank import PLACE_NUMBERS, AdapterBatch
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.trace import Trace, TracedCalls, UntraceableError
 
 _KERNELS = (
-    *(
-        "product",
-        "product_onto",
-        "gated_product",
-        "pair_product",
-        "vector_product",
-        "float32_product",
-        "int8_product_by_tiles",
-        "int8_pair_product",
-        "int8_product_bfloat16",
-        "int8_product_float32",
-        "rms_norm",
-        "silu_mul",
-        "rope",
-        "add",
-        "store_rows",
-    ),
+    *("product", "product_onto", "gated_product", "pair_product", "vector_product", "float32_product"),
+    *("int8_product_by_tiles", "int8_pair_product", "int8_product_bfloat16", "int8_product_float32"),
+    *("rms_norm", "silu_mul", "rope", "add", "store_rows", "rank_sum"),
     *("add_adapters", "paged_attention_by_tiles", "paged_attention_bfloat16", "paged_attention_float32"),
     *("keep_rows", "attend_in_windows", "attend_in_pieces"),
 )
@@ -94,6 +82,7 @@ class CpuTrace(Trace[PlainBackend]):
         self._memory = RowMemory()
         self._inputs: dict[str, int] = {}
         self._read: list[Tensor] = []
+        self._groups: list[RankGroup] = []
         self.kept: dict[Hashable, int] = {}
         self._kept_names: dict[int, Hashable] = {}  # by the address of the store that has the same of requests
         self._device = device
@@ -126,6 +115,13 @@ class CpuTrace(Trace[PlainBackend]):
     @property
     def is_bfloat16(self) -> bool:
         return self.dtype == torch.bfloat16
+
+    def group(self, group: RankGroup) -> RankGroup:
+        if group.size == 1:
+            return group
+        if group not in self._groups:
+            self._groups.append(group)
+        return TracedGroup(self, group)
 
     def input(self, name: str, width: int) -> Tensor:
         number = self._inputs.setdefault(name, len(STEP_NUMBERS) + len(self._inputs))
@@ -176,6 +172,7 @@ class CpuTrace(Trace[PlainBackend]):
                 has_attention_tiles=self.has_attention_tiles,
                 head_width=self.head_width,
                 kept=self.kept,
+                groups=self._groups,
             )
         )
 

@@ -14,6 +14,7 @@ from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.products import FEW_FLOAT32_ROWS
 from coserve.kernels.cpu.stand_ins import ALIGNMENT, MemorySlot
 from coserve.kernels.cpu.tile_products import MOST_ROWS, has_wide_products
+from coserve.kernels.groups.base import RankGroup
 from coserve.kernels.trace import (
     ANY_PROMPT_PAIRS,
     MOST_PROMPT_PAIRS,
@@ -56,6 +57,8 @@ class WrittenCalls:
     has_attention_tiles: bool
     head_width: int
     kept: Mapping[Hashable, int]
+    groups: Sequence[RankGroup] = ()
+    """Groups of ranks with sums among the calls."""
 
 
 class CpuCalls(TracedCalls):
@@ -138,6 +141,8 @@ class CpuCalls(TracedCalls):
         written.kernels.run_calls(
             written.numbers.buffer_info()[0], len(written.names), numbers.buffer_info()[0], nanoseconds
         )
+        for group in written.groups:
+            group.raise_failure()
         start = skipped + n * written.output.start
         size = n * written.width * written.dtype.itemsize
         return memory[start : start + size].view(written.dtype).view(n, written.width)

@@ -113,7 +113,8 @@ class ArenaRank:
 
     def note_label(self, label: str) -> None:
         """Write down which collective comes next, for other ranks' messages."""
-        self.arena.pages[self.rank].labels[self.state.epoch & 1].value = as_text(label)
+        epoch = self.state.epoch
+        self.arena.pages[self.rank].labels[epoch & 1].value = as_text(f"{epoch} {label}")
 
     def error(self) -> RankError:
         """Return the error of the last collective, which was not complete, once all other ranks are to have it."""
@@ -125,8 +126,7 @@ class ArenaRank:
         if state.outcome == Outcome.LATE:
             return self._gone(f"{self._named(state.detail)} did not come within {state.timeout_ns / 1e9:g} s")
         assert state.outcome == Outcome.DIFFERENT
-        slot = (state.epoch - 1) & 1
-        labels = [from_text(self.arena.pages[rank].labels[slot].value) for rank in (self.rank, state.detail)]
+        labels = [self._label(rank) for rank in (self.rank, state.detail)]
         said = ", ".join(filter(None, labels)) or "COSERVE_RANK_CHECK=1 says which"
         reason = f"ranks {self.rank} and {state.detail} are at different collectives: {said}"
         self.fail(reason)
@@ -167,6 +167,12 @@ class ArenaRank:
             raise self._gone(f"{self._named(index)} has ended") from None
         except OSError:  # the system has none, or forbids it: the number of the process has to do
             pass
+
+    def _label(self, rank: int) -> str:
+        """Return the collective that a rank noted for the last epoch; "" if it noted none, as compiled calls do."""
+        epoch = self.state.epoch - 1
+        noted, _, label = from_text(self.arena.pages[rank].labels[epoch & 1].value).partition(" ")
+        return label if noted == str(epoch) else ""
 
     def _named(self, index: int) -> str:
         process = self._processes[index][0]

@@ -24,8 +24,8 @@ class Collectives(ABC):
     """What a group of an arena calls. digest: 32 bits of the debug check, equal on all ranks; 0 without it."""
 
     @abstractmethod
-    def sum(self, x: Tensor, digest: int) -> None:
-        """Replace x, contiguous of float32 or bfloat16, by the sum of all ranks'."""
+    def sum(self, x: Tensor, y: Tensor, digest: int) -> None:
+        """Write the sum of all ranks' x into y, which may be x: both contiguous, of float32 or bfloat16."""
 
     @abstractmethod
     def gather(self, x: Tensor, out: Tensor | None, to: int, digest: int) -> None:
@@ -44,8 +44,9 @@ class CompiledCollectives(Collectives):
         self._address = rank.address
         self._number = torch.zeros(1, dtype=torch.int64)
 
-    def sum(self, x: Tensor, digest: int) -> None:
-        self._kernels.rank_sum(self._address, x.data_ptr(), 1, x.numel(), x.dtype == torch.bfloat16, digest)
+    def sum(self, x: Tensor, y: Tensor, digest: int) -> None:
+        is_bfloat16 = x.dtype == torch.bfloat16
+        self._kernels.rank_sum(self._address, x.data_ptr(), y.data_ptr(), 1, x.numel(), is_bfloat16, digest)
 
     def gather(self, x: Tensor, out: Tensor | None, to: int, digest: int) -> None:
         address = 0 if out is None else out.data_ptr()
@@ -63,12 +64,12 @@ class PlainCollectives(Collectives):
     def __init__(self, rank: ArenaRank) -> None:
         self._rank, self._arena, self._state = rank, rank.arena, rank.state
 
-    def sum(self, x: Tensor, digest: int) -> None:
-        for piece in self._pieces(x):
+    def sum(self, x: Tensor, y: Tensor, digest: int) -> None:
+        for piece, out in zip(self._pieces(x), self._pieces(y), strict=True):
             parts = self._exchange(piece, _word(f"sum {x.dtype} {x.numel()}", digest))
             if not parts:
                 return
-            piece.copy_(sum_in_rank_order(parts))
+            out.copy_(sum_in_rank_order(parts))
 
     def gather(self, x: Tensor, out: Tensor | None, to: int, digest: int) -> None:
         start, word = 0, _word(f"gather to {to} {x.nbytes}", digest)

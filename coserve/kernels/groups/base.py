@@ -42,8 +42,19 @@ class RankGroup(ABC):
         """
         assert x.is_contiguous() and x.dtype in SUMMED_TYPES, f"{name}: a sum of {x.dtype}, strides {x.stride()}"
         if self.size > 1 and x.numel() > 0:
-            self._sum(x, name)
+            self._sum(x, x, name)
         return x
+
+    def sum(self, x: Tensor, name: str = "") -> Tensor:
+        """Return the sum of all ranks' tensors, which is a new tensor unless the group has one rank; see `sum_`."""
+        if self.size == 1:
+            return x
+        assert x.dtype in SUMMED_TYPES, f"{name}: a sum of {x.dtype}"
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        if x.numel() > 0:
+            self._sum(x, y, name)
+        return y
 
     def all_gather(self, x: Tensor, name: str = "") -> Tensor:
         """Return all ranks' tensors, [size, *x.shape], on every rank; see `sum_` for the rest."""
@@ -84,6 +95,15 @@ class RankGroup(ABC):
         """Start a sum that may proceed while this rank computes; transports without overlap sum at once."""
         return Pending(self.sum_(x, name))
 
+    def compiled_sum(self, name: str) -> tuple[int, int] | None:
+        """Return what a list of compiled calls needs for a sum of this group: the address of the rank's state, and the
+        digest of the debug check (`rank_sum` in `kernels/cpu/kernels.h`). None: its sums are not compiled.
+        """
+        return None
+
+    def raise_failure(self) -> None:  # noqa: B027 - most transports raise where they fail
+        """Raise the error of a compiled call that was not completed; the calls after it have done nothing."""
+
     @abstractmethod
     def fail(self, reason: str) -> None:
         """Make every collective of the group, those that wait included, raise `RankError` until all ranks `reset`.
@@ -100,8 +120,8 @@ class RankGroup(ABC):
         """Release what the group holds; no collective is called afterwards."""
 
     @abstractmethod
-    def _sum(self, x: Tensor, name: str) -> None:
-        """Do what `sum_` says, for several ranks and a tensor that is not empty."""
+    def _sum(self, x: Tensor, y: Tensor, name: str) -> None:
+        """Write the sum of all ranks' x into y, which may be x; for several ranks and tensors that are not empty."""
 
     @abstractmethod
     def _all_gather(self, x: Tensor, name: str) -> Tensor:
@@ -139,7 +159,7 @@ class SingleRank(RankGroup):
     def reset(self) -> None:
         """Do nothing."""
 
-    def _sum(self, x: Tensor, name: str) -> None:
+    def _sum(self, x: Tensor, y: Tensor, name: str) -> None:
         raise AssertionError("a group of one moves no data")
 
     def _all_gather(self, x: Tensor, name: str) -> Tensor:

@@ -66,37 +66,42 @@ class SharedMemoryGroup(RankGroup):
     def close(self) -> None:
         self._rank.close()
 
-    def _sum(self, x: Tensor, name: str) -> None:
+    def compiled_sum(self, name: str) -> tuple[int, int] | None:
+        if not isinstance(self._collectives, CompiledCollectives):
+            return None
+        return self._rank.address, _crc(f"sum {name}") if self._checks else 0
+
+    def raise_failure(self) -> None:
+        if self._state.outcome != Outcome.COMPLETE:
+            raise self._rank.error()
+
+    def _sum(self, x: Tensor, y: Tensor, name: str) -> None:
         digest = self._digest("sum", name, x)
         if x.dtype == torch.float16:
             # The same bits: a sum in float32 that is rounded once.
             wide = x.float()
-            self._collectives.sum(wide, digest)
-            x.copy_(wide)
+            self._collectives.sum(wide, wide, digest)
+            y.copy_(wide)
         else:
-            self._collectives.sum(x, digest)
-        self._check()
+            self._collectives.sum(x, y, digest)
+        self.raise_failure()
 
     def _all_gather(self, x: Tensor, name: str) -> Tensor:
         out = x.new_empty((self.size, *x.shape))
         self._collectives.gather(x, out, -1, self._digest("gather", name, x))
-        self._check()
+        self.raise_failure()
         return out
 
     def _gather(self, x: Tensor, to: int, name: str) -> Tensor | None:
         out = x.new_empty((self.size, *x.shape)) if self.rank == to else None
         self._collectives.gather(x, out, to, self._digest("gather", name, x))
-        self._check()
+        self.raise_failure()
         return out
 
     def _agree(self, number: int) -> int:
         found = self._collectives.agree(number, self._digest("agree", "", None))
-        self._check()
+        self.raise_failure()
         return found
-
-    def _check(self) -> None:
-        if self._state.outcome != Outcome.COMPLETE:
-            raise self._rank.error()
 
     def _digest(self, kind: str, name: str, x: Tensor | None) -> int:
         """Return what the debug check compares; 0 without it."""

@@ -28,9 +28,9 @@ class ThreadGroup(RankGroup):
     def reset(self) -> None:
         self._meeting.reset(self.rank)
 
-    def _sum(self, x: Tensor, name: str) -> None:
+    def _sum(self, x: Tensor, y: Tensor, name: str) -> None:
         # A copy, since other ranks read it while this one overwrites its own.
-        x.copy_(sum_in_rank_order(self._meeting.exchange(self.rank, describe("sum", name, x), x.clone())))
+        y.copy_(sum_in_rank_order(self._meeting.exchange(self.rank, describe("sum", name, x), x.clone())))
 
     def _all_gather(self, x: Tensor, name: str) -> Tensor:
         return torch.stack(self._meeting.exchange(self.rank, describe("gather", name, x), x.clone()))

@@ -75,9 +75,9 @@ class TorchGroup(RankGroup):
     def close(self) -> None:
         self._end("the group is closed")
 
-    def _sum(self, x: Tensor, name: str) -> None:
+    def _sum(self, x: Tensor, y: Tensor, name: str) -> None:
         self._compare("sum", name, x)
-        x.copy_(sum_in_rank_order(list(self._gathered(self._data_group, x))))
+        y.copy_(sum_in_rank_order(list(self._gathered(self._data_group, x))))
 
     def _all_gather(self, x: Tensor, name: str) -> Tensor:
         self._compare("gather", name, x)
