@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import threading
 import time
 from typing import Any
 from zlib import crc32
@@ -92,6 +93,21 @@ def sum_until_killed(group: RankGroup) -> str:
         time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     return error_of(group)
+
+
+def sum_until_killed_anywhere(group: RankGroup, seed: int) -> str:
+    """One rank is killed after some milliseconds, wherever it is then; all ranks sum until they notice."""
+    shared = random.Random(seed)
+    victim, after_s = shared.randrange(group.size), shared.random() * 0.03
+    if group.rank == victim:
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        x = torch.ones(shared.choice([1, 896, 20_000, 100_000]))
+        try:
+            total = group.sum_(x)
+        except RankError as error:
+            return f"{type(error).__name__}: {error}"
+        assert bool((total == group.size).all())
 
 
 def fail_and_reset(group: RankGroup) -> list[Any]:

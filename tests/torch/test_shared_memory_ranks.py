@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lengths import long_but
 from rank_processes import IMPLEMENTATIONS, KILLED, run_processes
 from rank_tasks import (
     call_different,
@@ -22,6 +23,7 @@ from rank_tasks import (
     sum_all,
     sum_special,
     sum_until_killed,
+    sum_until_killed_anywhere,
     trace_sums,
 )
 
@@ -86,6 +88,15 @@ def test_the_others_learn_that_a_rank_was_killed(is_plain: bool):
     assert killed == KILLED
     for each in others:
         assert each.startswith("RankGoneError: rank 2 (process ") and each.endswith(") has ended")
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("seed", long_but(0, 1, of=range(30)))
+def test_a_rank_is_killed_at_any_moment(seed: int, is_plain: bool):
+    found = run_processes(3, sum_until_killed_anywhere, seed, is_plain=is_plain)
+    victim = found.index(KILLED)
+    for each in found[:victim] + found[victim + 1 :]:
+        assert each.startswith(f"RankGoneError: rank {victim} (process ") and each.endswith(") has ended")
 
 
 @IMPLEMENTATIONS
