@@ -24,7 +24,7 @@ from coserve.engine.request_queue import RequestQueue
 from coserve.engine.served_adapters import ServedAdapters
 from coserve.engine.serving import Serving
 from coserve.engine.step_batch import build_batch, carry_out, observe
-from coserve.engine.step_shares import tenant_seconds
+from coserve.engine.tenant_charges import TenantCharges
 from coserve.errors import DeviceMemoryError
 from coserve.scheduling.attainment import taken_of
 from coserve.scheduling.fairness import TokenCounters
@@ -83,6 +83,7 @@ class StepLoop:
         self._requests, self._serving = requests, serving
         self._adapters, self._jobs, self._counters = adapters, jobs, counters
         self.times = TenantTimes(config.tenant_weights)
+        self._charges = TenantCharges(self.times, requests, jobs)
         self._commands, self._keep_profile = commands, keep_profile
         self._default_slo = default_slo
         self.policy = policy
@@ -114,6 +115,7 @@ class StepLoop:
         self._note_model_changes()
         self._bring_back_adapters()
         started_s = self._device.clock.now()
+        self._charges.note_begin(started_s)
         num_moved = self._pages.num_moved
         view, plan = self._plan(started_s)
         if self._pages.num_moved != num_moved:  # which no prediction of a step knows of
@@ -156,6 +158,7 @@ class StepLoop:
                 self._recover(step.batch, result, now_s)
         self.drop_unread_versions()
         if not (self._requests or self._jobs.num_running):
+            self._charges.note_rest()
             self.flush_commands()  # there may be no further step
 
     def _take_back(self, batch: StepBatch, error: BaseException) -> None:
@@ -323,9 +326,7 @@ class StepLoop:
         taken = taken_of(plan, step_s=result.seconds - result.copy_s, forward_s=result.forward_s)
         self._serving.taken_time.add(taken, started_s=started_s, ended_s=now_s)
         self._serving.need.add_step(plan, taken, started_s=started_s, ended_s=now_s)
-        if self.times.are_shared:
-            tenants = {id: request.tenant for id, request in self._requests.running.items()}
-            self.times.charge(tenant_seconds(batch, result, tenants, self._jobs, step_s=now_s - started_s))
+        self._charges.note_step(batch, result, started_s=started_s, now_s=now_s)
         if batch.requests:
             self._serving.apply(batch, result, started_s=started_s, now_s=now_s)
         self._jobs.apply(batch, result, started_s=started_s, now_s=now_s)

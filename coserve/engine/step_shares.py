@@ -1,9 +1,8 @@
 """What a step was to each of its jobs: the rows of its pieces, its company, its share of the time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.engine.job import Job
 
 
 def largest_pieces(batch: StepBatch) -> dict[str, int]:
@@ -42,28 +41,6 @@ def shares_of_time(batch: StepBatch, result: StepResult) -> dict[str, dict[str, 
     if batch.updates:
         _share(found, "update_s", [(update.job, 1) for update in batch.updates], result.update_s)
     return found
-
-
-def tenant_seconds(
-    batch: StepBatch, result: StepResult, tenants: Mapping[str, str], jobs: Mapping[str, Job], *, step_s: float
-) -> dict[str, float]:
-    """Return each tenant's share of a step that took this long: of the forward pass by rows, of the work of jobs by
-    what it took. tenants: by the ids of requests that run.
-    """
-    found: dict[str, float] = {}
-    num_rows = sum([piece.num_rows for piece in batch.windows])
-    num_rows += sum([len(rows.tokens) for rows in batch.requests])
-    row_s = result.forward_s / num_rows if num_rows else 0.0
-    for rows in batch.requests:
-        if (tenant := tenants.get(rows.request)) is not None:
-            found[tenant] = found.get(tenant, 0.0) + row_s * len(rows.tokens)
-    if batch.windows or batch.losses or batch.tasklets or batch.updates:
-        for job, seconds in shares_of_time(batch, result).items():
-            tenant = jobs[job].tenant
-            found[tenant] = found.get(tenant, 0.0) + sum(seconds.values())
-    counted_s = sum(found.values())
-    times = step_s / counted_s if counted_s > 0 else 0.0
-    return {tenant: times * seconds for tenant, seconds in found.items()}
 
 
 def _share(

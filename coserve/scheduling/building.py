@@ -219,7 +219,7 @@ class PlanBuilder:
                 to be no more gets it.
         """
         self._count_overhead()
-        self._time.until_s = until_s
+        self._time.allow_until(until_s)
         tasks = {job.id: 0 for job in jobs}
         if len(jobs) > 1 and any(job.phase in ("loss", "backward") for job in jobs):
             tasks |= hybrid_tasks(jobs, self._latency, max_rows=self._max_rows)
@@ -275,12 +275,12 @@ class PlanBuilder:
         oldest = max(jobs, key=_waited_s, default=None)
         if oldest is None or not oldest.waited_s or self.has(oldest.id):
             return
-        if self.least_s(oldest) * len(jobs) <= least_share * oldest.waited_s:
+        if self.piece_s(oldest, LEAST_WINDOW_ROWS) * len(jobs) <= least_share * oldest.waited_s:
             self._least(oldest)
 
-    def least_s(self, job: JobView) -> float:
-        """What the smallest piece of a job would add to the step; no end of seconds where that has no room for it."""
-        rows = min(job.num_rows_left, LEAST_WINDOW_ROWS)
+    def piece_s(self, job: JobView, rows: int) -> float:
+        """Return what a piece of at most as many rows would add to the step, in seconds; inf without room for it."""
+        rows = min(job.num_rows_left, rows)
         if job.phase == "update":
             return self._latency.update_s(job)
         if job.phase == "backward":

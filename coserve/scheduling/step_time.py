@@ -46,6 +46,10 @@ class StepTime(msgspec.Struct):
         """Have backward work run beside the forward pass; None: one after the other."""
         self.partition, self.forward_speed, self.backward_speed = partition, forward_speed, backward_speed
 
+    def allow_until(self, until_s: float) -> None:
+        """Let jobs take time until then. A second call, for other jobs, cuts short nothing that is planned already."""
+        self.until_s = until_s if self.until_s == inf else max(until_s, self.until_s)
+
     def left_s(self, until_s: float) -> float:
         """Seconds of the whole device that further tasklets may take."""
         done_s = self._side_s + self.loss_s + self.update_s + self.backward_s - self._beside_s

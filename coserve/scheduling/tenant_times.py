@@ -2,7 +2,8 @@
 
 A virtual token counter (`scheduling.fairness`) whose tokens cost what they take on the device (the cost function h of
 Sheng et al., section 3.2): requests, jobs and batch work of a tenant have one counter. Policies that share the time of
-steps among tenants (`Policy.shares_time`) give the tenant with the smallest counter more of the next step.
+steps among tenants (`Policy.shares_time`) give the tenant with the smallest counter more of the next step. The time
+between two steps, in which the host sends answers, counts as well: a tenant with many streams has the device wait.
 
 A tenant that had no work is lifted to the smallest counter of those that have, so that idling saves up no credit. No
 counter falls below the largest one by more than `MAX_CREDIT_S`: a tenant that uses less than its share for long would

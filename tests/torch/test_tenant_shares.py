@@ -33,10 +33,13 @@ def streams(tenant: str, interval_s: float = 0.5) -> list[Arrival]:
     ]
 
 
-def simulate(engine: EngineCore, arrivals: list[Arrival], seconds: float = SECONDS) -> list[RequestRecord]:
-    """The requests of 32 tokens: tenant b's."""
+def simulate(
+    engine: EngineCore, arrivals: list[Arrival], seconds: float = SECONDS, *, host_s: float = 0.0
+) -> list[RequestRecord]:
+    """Return the requests of 32 tokens, which are tenant b's; host_s: what sending a token takes between two steps."""
     for _ in Simulation(engine, sorted(arrivals, key=lambda each: each.at_s)).run(seconds):
-        pass
+        num_tokens = sum([rows.kind != "window" for rows in engine.last_plan.rows])
+        engine.device.clock.advance(host_s * num_tokens)  # type: ignore[attr-defined]
     return [record for record in engine.records if record.num_output_tokens == 32]
 
 
@@ -58,8 +61,8 @@ def many_samples(engine: EngineCore) -> list[Arrival]:
     ]
 
 
-def tight_slos(engine: EngineCore) -> list[Arrival]:
-    slo = Slo(ttft_s=1.0, tpot_s=1.2 * engine.latency.decode_s(num_requests=32, context=300))
+def tight_slos(engine: EngineCore, tight: float = 1.2) -> list[Arrival]:
+    slo = Slo(ttft_s=1.0, tpot_s=tight * engine.latency.decode_s(num_requests=32, context=300))
     return [
         Arrival(at_s=1.0 + 2.0 * (index // 32), num_prompt_tokens=30, num_output_tokens=512, slo=slo, tenant="a")
         for index in range(32 * 5)
@@ -80,6 +83,18 @@ def test_a_tenant_keeps_its_share_beside_a_flood(attack: Callable[[EngineCore], 
     middle = len(after) // 2
     assert sorted(each.ttft_s for each in after)[middle] <= 2 * sorted(each.ttft_s for each in before)[middle]
     assert rows_of(beside, "b") >= 0.45 * rows_of(alone, "b")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("host_s", [0.0, 1e-4])
+def test_a_tight_slo_leaves_the_job_of_another_tenant_its_share(host_s: float):
+    """Steps at the pace of the SLO have no room for large pieces; and much of the time goes to sending tokens."""
+    alone, beside = engine_of(), engine_of()
+    for engine in (alone, beside):
+        submit(engine, tenant="b", pack_tokens=512)
+    simulate(alone, streams("b", 0.1), host_s=host_s)
+    simulate(beside, [*streams("b", 0.1), *tight_slos(beside, 1.1)], host_s=host_s)
+    assert rows_of(beside, "b") >= 0.42 * rows_of(alone, "b")
 
 
 NUM_SLOTS, MAX_STEPS = 4, 1000

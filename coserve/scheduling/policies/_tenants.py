@@ -6,8 +6,12 @@ and the others share the rest. Among those, virtual time counters (`scheduling.t
 gave too much or too little: pieces of work are lumps, and predictions err.
 
 Within its part, a tenant's requests come before its batch work and its jobs: first rows that decode, those first that
-have waited longest, then prompts by their deadlines. An SLO is planned for as far as its tenant's part goes: it costs
-neither requests nor jobs of others. What a tenant leaves goes to jobs of the others.
+have waited longest, then prompts by their deadlines. What a tenant leaves goes to jobs of the others.
+
+An SLO is planned for as far as its tenant's part goes: it costs neither requests nor jobs of others. A TPOT that is
+tighter than the quantum makes steps shorter, unless its requests have saved up the time of a longer one. Short steps
+have no room for pieces of jobs of a good size. So jobs save their tenant's part up, in its counter, until they may
+have a piece as large as in a usual step, which lasts as long.
 
 Requests are admitted by the same counters (Algorithm 4 of FlexLLM's appendix C): again and again the first request of
 the tenant with the smallest one, which pays for its prompt. Pages and slots: `scheduling.shared_memory`.
@@ -18,7 +22,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
-from coserve.scheduling.building import PlanBuilder
+from coserve.scheduling.building import LEAST_WINDOW_ROWS, PlanBuilder
 from coserve.scheduling.deadlines import AIMED
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.lost_causes import lost_last
@@ -63,6 +67,7 @@ class _Part:
     Attributes:
         share: Of the device, of those that have work.
         limit_s: Seconds of the step that it may take.
+        own_s: Seconds that it may take if its counter is like those of the others.
         owed_s: Seconds that earlier steps gave it too little; below 0: too much.
         taken_s: Seconds of the step that it has taken.
     """
@@ -74,6 +79,7 @@ class _Part:
     batch: list[RequestView] = field(default_factory=list)
     jobs: list[JobView] = field(default_factory=list)
     limit_s: float = inf
+    own_s: float = 0.0
     owed_s: float = 0.0
     taken_s: float = 0.0
 
@@ -116,9 +122,10 @@ def plan_shared(policy: _SharedPolicy, view: View, latency: LatencyModel, *, tun
     for job in memory.jobs if tunes else ():
         parts[job.tenant].jobs.append(job)
     ordered = sorted(parts.values(), key=lambda part: part.tenant.used_s)
-    quantum_s = _quantum_s(view, latency, ordered)
+    usual_s = _usual_quantum_s(view, latency)
+    quantum_s = _quantum_s(policy, view, latency, ordered, usual_s)
     _set_limits(ordered, quantum_s, row_s)
-    return _SharedStep(policy, view, latency, memory, quantum_s=quantum_s).build(ordered)
+    return _SharedStep(policy, view, latency, memory, quantum_s=quantum_s, usual_s=usual_s).build(ordered)
 
 
 def _share_memory(
@@ -150,43 +157,63 @@ def _share_memory(
     return memory
 
 
-def _quantum_s(view: View, latency: LatencyModel, parts: Sequence[_Part]) -> float:
-    """Return the longest that a step may last. A TPOT below it counts as far as its tenant's share goes: steps at its
-    pace must leave the others theirs.
-    """
+def _usual_quantum_s(view: View, latency: LatencyModel) -> float:
+    """Return the longest that a step may last beside requests that bring no SLO."""
     alone_s = latency.decode_s(num_requests=1, context=SOLO_CONTEXT)
-    quantum_s = max(QUANTUM_TPOTS * view.tpot_s, min(QUANTUM_DECODES * alone_s, MAX_QUANTUM_TPOTS * view.tpot_s))
+    return max(QUANTUM_TPOTS * view.tpot_s, min(QUANTUM_DECODES * alone_s, MAX_QUANTUM_TPOTS * view.tpot_s))
+
+
+def _quantum_s(
+    policy: _SharedPolicy, view: View, latency: LatencyModel, parts: Sequence[_Part], usual_s: float
+) -> float:
+    """Return the longest that this step may last: less than usual where requests with a tighter TPOT have not saved up
+    as much time. That counts as far as their tenant's share goes: steps at their pace must leave the others theirs.
+    """
+    quantum_s, end_s = usual_s, view.now_s + usual_s * (1 + latency.corrections.margin)
     for part in parts:
-        if not part.decoding:
+        tight = [request for request in part.decoding if AIMED * request.tpot_s < quantum_s]
+        if not tight or min([policy.due_at_s(request) for request in tight]) >= end_s:
             continue
-        tpot_s = min([request.tpot_s for request in part.decoding])
-        if AIMED * tpot_s < quantum_s:
-            needed_s = latency.decode_s(num_requests=len(part.decoding), context=SOLO_CONTEXT)
-            quantum_s = min(quantum_s, max(AIMED * tpot_s, needed_s / part.share))
+        needed_s = latency.decode_s(num_requests=len(part.decoding), context=SOLO_CONTEXT)
+        tpot_s = min([request.tpot_s for request in tight])
+        quantum_s = min(quantum_s, max(AIMED * tpot_s, needed_s / part.share))
     return quantum_s
 
 
 def _set_limits(parts: Sequence[_Part], quantum_s: float, row_s: float) -> None:
     """Share a quantum out: who needs less than its part gets that part; the others share what is left, corrected by
-    their counters.
+    their counters. Who needs less but has been served more than these counts as one of them: what rows really take, and
+    how long steps really last, is not all known beforehand.
     """
     left_s, share = quantum_s, 1.0
     backlogged: list[_Part] = []
+    modest: list[_Part] = []
     needs = [(part.needed_s(row_s) / part.share, part) for part in parts]
     for need, part in sorted(needs, key=lambda each: each[0]):
         if not backlogged and need <= left_s / share:
+            modest.append(part)
             part.limit_s = part.share * left_s / share
             left_s, share = left_s - need * part.share, share - part.share
         else:
             backlogged.append(part)
     if not backlogged:
         return
-    weight = sum([part.tenant.weight for part in backlogged])
-    mean_s = sum([part.tenant.weight * part.tenant.used_s for part in backlogged]) / weight
+    mean_s = _mean_used_s(backlogged)
+    for part in modest:
+        if part.tenant.used_s > mean_s:
+            backlogged.append(part)
+            left_s += part.needed_s(row_s)
+    weight, mean_s = sum([part.tenant.weight for part in backlogged]), _mean_used_s(backlogged)
     for part in backlogged:
-        own_s = left_s * part.tenant.weight / weight
+        part.own_s = left_s * part.tenant.weight / weight
         part.owed_s = part.tenant.weight * (mean_s - part.tenant.used_s)
-        part.limit_s = min(left_s, max(MIN_PART * own_s, own_s + part.owed_s))
+        part.limit_s = min(left_s, max(MIN_PART * part.own_s, part.own_s + part.owed_s))
+
+
+def _mean_used_s(parts: Sequence[_Part]) -> float:
+    """Return the mean of the counters of tenants, by their weights."""
+    weight = sum([part.tenant.weight for part in parts])
+    return sum([part.tenant.weight * part.tenant.used_s for part in parts]) / weight
 
 
 class _SharedStep:
@@ -200,8 +227,10 @@ class _SharedStep:
         memory: SharedMemoryPlan,
         *,
         quantum_s: float,
+        usual_s: float,
     ) -> None:
-        self._policy, self._latency, self._quantum_s = policy, latency, quantum_s
+        self._policy, self._latency = policy, latency
+        self._quantum_s, self._usual_s = quantum_s, usual_s
         self._build = PlanBuilder(view, latency, memory)
         self._build_s = self._build.step_s
 
@@ -242,8 +271,7 @@ class _SharedStep:
 
     def _prefill(self, part: _Part) -> None:
         """Add prompts of a tenant, those first that are due first."""
-        view_due_s = {each.id: self._policy.due_at_s(each) for each in part.prompts}
-        prompts = by_priority(sorted(part.prompts, key=lambda each: view_due_s[each.id]))
+        prompts = by_priority(sorted(part.prompts, key=self._policy.due_at_s))
         self._build.prefill(prompts, self._build.seconds + max(0.0, part.left_s), urgent=part.left_s > 0)
 
     def _tune(self, parts: Sequence[_Part]) -> None:
@@ -251,19 +279,34 @@ class _SharedStep:
         jobs = [job for part in parts for job in part.jobs]
         if not jobs:
             return
+        is_short = self._quantum_s < self._usual_s
         for part in parts:
-            if part.jobs and part.left_s > 0:
+            if part.jobs and is_short:
+                self._tune_whole(part)
+                self._charge(part)
+            elif part.jobs and part.left_s > 0:
                 self._build.tune(part.jobs, self._build.step_s + part.left_s)
                 if not any(self._build.has(job.id) for job in part.jobs):
                     self._tune_lump(part)
                 self._charge(part)
         if waiting := [job for job in jobs if not self._build.has(job.id)]:
-            self._build.tune(waiting, self._quantum_s, least_share=self._policy.least_share)
+            until_s = 0.0 if is_short else self._quantum_s
+            self._build.tune(waiting, until_s, least_share=self._policy.least_share)
+
+    def _tune_whole(self, part: _Part) -> None:
+        """Add work of a tenant's jobs to a step that the SLO of another makes short. Short steps have no room for
+        pieces of a good size, and small ones take longer per row. So the tenant's part is saved up, in its counter,
+        until it is worth what a usual step would give, or all that is left of the job's phase.
+        """
+        saved_s = part.own_s + part.owed_s - part.taken_s
+        usual_s = part.own_s * self._usual_s / self._quantum_s - part.taken_s
+        if saved_s >= min(usual_s, self._build.piece_s(part.jobs[0], part.jobs[0].num_rows_left)):
+            self._build.tune(part.jobs, min(self._build.step_s + saved_s, self._usual_s))
 
     def _tune_lump(self, part: _Part) -> None:
         """Add the smallest piece of a tenant's first job where that takes more than its part, but not more than what
         the tenant is owed.
         """
-        least_s = self._build.least_s(part.jobs[0])
+        least_s = self._build.piece_s(part.jobs[0], LEAST_WINDOW_ROWS)
         if least_s <= part.limit_s + part.owed_s:
             self._build.tune(part.jobs[:1], self._build.step_s + least_s)

@@ -1,0 +1,94 @@
+"""What each tenant is charged for steps, and for what the host does between them."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from coserve.devices.step_messages import StepBatch, StepResult
+from coserve.engine.job import Job
+from coserve.engine.job_set import JobSet
+from coserve.engine.request_queue import RequestQueue
+from coserve.engine.step_shares import largest_pieces, shares_of_time
+from coserve.scheduling.tenant_times import TenantTimes
+
+
+class _HostWork(msgspec.Struct, frozen=True):
+    """What the host does after a step.
+
+    Attributes:
+        since_s: When the step ended.
+        step_s: Seconds that it took.
+        shares: Each tenant's share of the work.
+    """
+
+    since_s: float
+    step_s: float
+    shares: Mapping[str, float]
+
+
+class TenantCharges:
+    """Charges the tenants of an engine for the time that its steps take, and for the time between two steps."""
+
+    def __init__(self, times: TenantTimes, requests: RequestQueue, jobs: JobSet) -> None:
+        """Begin with nothing charged; times: the counters that grow."""
+        self._times, self._requests, self._jobs = times, requests, jobs
+        self._host: _HostWork | None = None  # after the last step, until the next one is planned
+
+    def note_step(self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float) -> None:
+        """Charge each tenant for its share of a step that has just ended."""
+        if not self._times.are_shared:
+            return
+        tenants = {id: request.tenant for id, request in self._requests.running.items()}
+        step_s = now_s - started_s
+        self._times.charge(tenant_seconds(batch, result, tenants, self._jobs, step_s=step_s))
+        self._host = _HostWork(now_s, step_s, host_shares(batch, tenants, self._jobs))
+
+    def note_begin(self, now_s: float) -> None:
+        """Charge for the time since the last step, in which the host has sent answers: no more than that step took,
+        since what takes longer is something else.
+        """
+        if self._host is not None:
+            seconds = min(now_s - self._host.since_s, self._host.step_s)
+            self._times.charge({tenant: share * seconds for tenant, share in self._host.shares.items()})
+            self._host = None
+
+    def note_rest(self) -> None:
+        """Charge nobody for the time from now to the next step."""
+        self._host = None
+
+
+def tenant_seconds(
+    batch: StepBatch, result: StepResult, tenants: Mapping[str, str], jobs: Mapping[str, Job], *, step_s: float
+) -> dict[str, float]:
+    """Return each tenant's share of a step that took this long: of the forward pass by rows, of the work of jobs by
+    what it took. tenants: by the ids of requests that run.
+    """
+    found: dict[str, float] = {}
+    num_rows = sum([piece.num_rows for piece in batch.windows])
+    num_rows += sum([len(rows.tokens) for rows in batch.requests])
+    row_s = result.forward_s / num_rows if num_rows else 0.0
+    for rows in batch.requests:
+        if (tenant := tenants.get(rows.request)) is not None:
+            found[tenant] = found.get(tenant, 0.0) + row_s * len(rows.tokens)
+    if batch.windows or batch.losses or batch.tasklets or batch.updates:
+        for job, seconds in shares_of_time(batch, result).items():
+            tenant = jobs[job].tenant
+            found[tenant] = found.get(tenant, 0.0) + sum(seconds.values())
+    counted_s = sum(found.values())
+    times = step_s / counted_s if counted_s > 0 else 0.0
+    return {tenant: times * seconds for tenant, seconds in found.items()}
+
+
+def host_shares(batch: StepBatch, tenants: Mapping[str, str], jobs: Mapping[str, Job]) -> dict[str, float]:
+    """Return each tenant's share of what the host does after a step. The answers to its requests that have got a token,
+    and its jobs that have moved on, count alike. tenants: by the ids of requests that run.
+    """
+    number: dict[str, int] = {}
+    for rows in batch.requests:
+        if rows.samples and (tenant := tenants.get(rows.request)) is not None:
+            number[tenant] = number.get(tenant, 0) + 1
+    for job in {*largest_pieces(batch), *[update.job for update in batch.updates]}:
+        tenant = jobs[job].tenant
+        number[tenant] = number.get(tenant, 0) + 1
+    whole = sum(number.values())
+    return {tenant: each / whole for tenant, each in number.items()}
