@@ -6,7 +6,7 @@ and the others share the rest. Among those, virtual time counters (`scheduling.t
 gave too much or too little: pieces of work are lumps, and predictions err.
 
 Within its part, a tenant's requests come before its batch work and its jobs: first rows that decode, those first that
-have waited longest, then prompts by their deadlines. What a tenant leaves goes to jobs of the others.
+have waited longest, then prompts by their deadlines, lost causes last. What a tenant leaves goes to jobs of the others.
 
 An SLO is planned for as far as its tenant's part goes: it costs neither requests nor jobs of others. A TPOT that is
 tighter than the quantum makes steps shorter, unless its requests have saved up the time of a longer one. Short steps
@@ -229,7 +229,7 @@ class _SharedStep:
         quantum_s: float,
         usual_s: float,
     ) -> None:
-        self._policy, self._latency = policy, latency
+        self._policy, self._view, self._latency = policy, view, latency
         self._quantum_s, self._usual_s = quantum_s, usual_s
         self._build = PlanBuilder(view, latency, memory)
         self._build_s = self._build.step_s
@@ -270,8 +270,9 @@ class _SharedStep:
         self._build.decode(decoding[:number])
 
     def _prefill(self, part: _Part) -> None:
-        """Add prompts of a tenant, those first that are due first."""
+        """Add prompts of a tenant: those first that are due first, and lost causes last."""
         prompts = by_priority(sorted(part.prompts, key=self._policy.due_at_s))
+        prompts = lost_last(prompts, self._view, self._latency)
         self._build.prefill(prompts, self._build.seconds + max(0.0, part.left_s), urgent=part.left_s > 0)
 
     def _tune(self, parts: Sequence[_Part]) -> None:
