@@ -90,37 +90,57 @@ class MemoryPlan:
             self.requests.append(request)
             self.admit.append(request.id)
 
-    def serve_batch(self, most_pages: float) -> None:
-        """Pages for the next rows of batch work, and for more of it, those first that are due first; as long as no
-        request waits, and a few pages are left for those that run.
+    def serve_batch(self, max_pages: float, waiting: Iterable[RequestView] | None = None) -> None:
+        """Pages for the next rows of batch work, and for more of it, in this order (default: those first that are due
+        first); as long as no request waits, and a few pages are left for those that run.
 
-        most_pages: of all batch work together; for more to be admitted, and where a job needs the others.
+        max_pages: of all batch work together; for more to be admitted, and where a job needs the others.
         """
-        self._batch_pages = most_pages
+        self._batch_pages = max_pages
         for request in list(self.batch):
             if request.num_pages > self.free:
                 self._preempt_batch(request.num_pages)
             if request.id not in self.preempt and request.num_pages <= self.free:
                 self.free -= request.num_pages
                 self._grown[request.id] = request.num_pages
-        admitted = set(self.admit)
-        if self.preempt or any(each.may_start and each.id not in admitted for each in self._view.waiting):
+        self._admit_batch(by_due(self._view.batch_waiting) if waiting is None else waiting)
+
+    def _admit_batch(self, waiting: Iterable[RequestView]) -> None:
+        """Give waiting batch work its pages and slots, as far as requests leave them."""
+        if self.preempt or self._not_admitted():
             return
-        spare = SPARE_PAGES * len(self.requests) + len(self.batch)
-        held = sum([each.num_held + each.num_pages for each in self.batch])
-        for request in by_due(self._view.batch_waiting):
-            if len(self.requests) + len(self.batch) >= self._view.max_requests:
-                return
+        num_held = self._num_batch_pages()
+        for request in waiting:
             if not request.may_start:
                 continue
-            fits = held + request.num_pages <= most_pages or not self.batch
-            if not fits or request.num_pages + spare > self.free:
+            if not self._fits_batch(request, num_held=num_held, num_free=self.free, num_batch=len(self.batch)):
                 return
-            self.free -= request.num_pages
-            held += request.num_pages
-            spare += 1
-            self.batch.append(request)
-            self.admit.append(request.id)
+            self._add_batch(request)
+            num_held += request.num_pages
+
+    def _fits_batch(self, request: RequestView, *, num_held: int, num_free: int, num_batch: int) -> bool:
+        """Return whether there is a slot for batch work, and pages within its share, beside the requests that run.
+
+        Args:
+            num_held: Pages that batch work has.
+            num_free: Pages that are free.
+            num_batch: Sequences of batch work that run.
+        """
+        if len(self.requests) + num_batch >= self._view.max_requests:
+            return False
+        spare = SPARE_PAGES * len(self.requests) + num_batch
+        fits = num_held + request.num_pages <= self._batch_pages or not num_batch
+        return fits and request.num_pages + spare <= num_free
+
+    def _num_batch_pages(self) -> int:
+        """Return the pages that batch work has, with those of its next rows."""
+        return sum([each.num_held + each.num_pages for each in self.batch])
+
+    def _add_batch(self, request: RequestView) -> None:
+        """Admit one request of batch work."""
+        self.free -= request.num_pages
+        self.batch.append(request)
+        self.admit.append(request.id)
 
     def begin_packs(
         self,
@@ -259,7 +279,13 @@ class MemoryPlan:
         """Have batch work make room, what came last first, until as many pages and slots are free, or none is left."""
         most = self._view.max_requests - len(self.requests) - slots
         while self.batch and (self.free < num_pages or len(self.batch) > most):
-            self._close(self.batch.pop())
+            request = self._last_of_batch()
+            self.batch.remove(request)
+            self._close(request)
+
+    def _last_of_batch(self) -> RequestView:
+        """Return the batch work that makes room first."""
+        return self.batch[-1]
 
     def _close(self, request: RequestView) -> None:
         if request.id in self.admit:  # it has been admitted in this plan

@@ -1,10 +1,16 @@
 """Division of pages and slots among tenants: each has a share, and may use what others do not need.
 
 A tenant is richer than another if it holds more pages, or slots, in proportion to its share. Who needs a page takes
-it from a richer tenant, as long as that stays the richer one: first packs of its jobs, then its youngest request. Who
-needs a slot takes it from a tenant that holds more than `SLOTS_RATIO` times as much; free slots bring the rest. So a
-tenant that has filled the memory makes room for one that comes, and keeps the rest. Within a tenant, requests come
-before jobs, as in `MemoryPlan`.
+it from a richer tenant, as long as that stays the richer one: first its batch work, then packs of its jobs, then its
+youngest request. Who stays within its share also takes from a tenant beyond its own what leaves that the poorer one:
+a pack may be larger than a share. Who needs a slot takes it from a tenant that holds more than `SLOTS_RATIO` times as
+much, and from batch work as long as its tenant stays the richer one; free slots bring the rest. So a tenant that has
+filled the memory makes room for one that comes, and keeps the rest. Within a tenant, requests come before batch work
+and jobs, as in `MemoryPlan`.
+
+Batch work is admitted in the order of the time counters, too, and takes room from batch work of a tenant that holds
+more than `SLOTS_RATIO` times as many of its sequences. Requests of another tenant that wait do not stop it, unless that
+tenant would be the poorer one.
 
 Time comes before memory: a waiting request takes nothing from a tenant that has been served less than its own by more
 than `MAX_LEAD_S`. Equal numbers of slots would otherwise give more time to the tenant whose requests cost more, however
@@ -12,7 +18,7 @@ far the time counters diverge.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from coserve.scheduling.memory import SPARE_PAGES, CanWait, MemoryPlan
 from coserve.scheduling.plan import JobView, RequestView, View
@@ -62,63 +68,173 @@ class SharedMemoryPlan(MemoryPlan):
         """Return whether nobody is admitted before a request that lacks pages: it has waited for longer than its TTFT,
         and no tenant with requests waiting has been served less. Small requests would otherwise overtake it forever.
         """
-        if len(self.requests) >= self._view.max_requests or self._view.now_s - request.arrival_s <= request.ttft_s:
+        if len(self.requests) + len(self.batch) >= self._view.max_requests:
+            return False
+        if self._view.now_s - request.arrival_s <= request.ttft_s:
             return False
         own_s = self._used_s.get(request.tenant, 0.0)
         return all(own_s <= self._used_s.get(each.tenant, 0.0) for each in self._view.waiting)
 
     def _make_room(self, request: RequestView, num_pages: int) -> bool:
-        """Return whether there is a slot and as many free pages, after richer tenants have made room."""
-        if len(self.requests) < self._view.max_requests and num_pages <= self.free:
-            return True
-        self._preempt_batch(num_pages, slots=1)
-        while len(self.requests) >= self._view.max_requests:
-            if (victim := self._from_richest_by_slots(request)) is None:
+        """Return whether there is a slot and as many free pages, after batch work of the request's tenant, and richer
+        tenants, have made room.
+        """
+        while len(self.requests) + len(self.batch) >= self._view.max_requests:
+            if (victim := self._slot_victim(request)) is None:
                 return False
-            self._preempt(victim)
-        return num_pages <= self.free or self._take_pages(num_pages)
+            self._give_way(victim)
+        return num_pages <= self.free or self._take_pages(num_pages, takes_own_batch=True)
 
-    def _take_pages(self, num_pages: int) -> bool:
-        """Return whether as many pages are free, after packs and requests of richer tenants have made room."""
-        while self.free < num_pages:
-            held = self._held()
-            tenant = max(held, key=lambda name: self._wealth(held[name], name), default=self.claimant)
-            left = self._wealth(held[tenant], tenant) if tenant in held else 0.0
-            own = self._wealth(held.get(self.claimant, 0) + num_pages, self.claimant)
-            if tenant == self.claimant or left <= own or self._leads(self.claimant, tenant):
-                return False
-            packs = [job for job in self._packs() if job.tenant == tenant]
-            running = [each for each in self.requests if each.tenant == tenant]
-            if packs:
-                self.free += packs[0].num_pages
-                self.drop.append(packs[0].id)
-                self.jobs.remove(packs[0])
-            elif running:
-                self._preempt(_youngest_of(running))
+    def _take_pages(self, num_pages: int, *, takes_own_batch: bool = False) -> bool:
+        """Return whether as many pages are free, after richer tenants have made room for the claimant; nothing makes
+        room in vain. takes_own_batch: whether batch work of the claimant does so first.
+        """
+        held, free, victims = self._held(), self.free, list[RequestView | JobView]()
+        holdings = self._holdings()
+        own_batch = [each for each in self.batch if each.tenant == self.claimant] if takes_own_batch else []
+        holdings.pop(self.claimant, None)
+        while free < num_pages:
+            if own_batch:
+                victim: RequestView | JobView = own_batch.pop()
             else:
-                return False
+                tenant = max(holdings, key=lambda name: self._wealth(held[name], name), default=None)
+                if tenant is None or self._leads(self.claimant, tenant):
+                    return False
+                victim = holdings[tenant].pop()
+                wanted = held.get(self.claimant, 0) + num_pages
+                if not self._may_take(self._num_given(victim), tenant, held[tenant], wanted):
+                    return False
+                if not holdings[tenant]:
+                    del holdings[tenant]
+            free += self._num_given(victim)
+            held[victim.tenant] -= self._num_given(victim)
+            victims.append(victim)
+        for victim in victims:
+            self._give_way(victim)
         return True
 
-    def _from_richest_by_slots(self, request: RequestView) -> RequestView | None:
-        """Return the youngest request of the tenant with most slots, if the requested slot may be taken from it."""
-        slots = Counter([each.tenant for each in self.requests])
+    def _may_take(self, number: int, tenant: str, held: int, wanted: int) -> bool:
+        """Return whether as many pages of a tenant may go to the claimant.
+
+        Args:
+            held: Pages that the tenant holds.
+            wanted: Pages that the claimant will hold.
+        """
+        own, whole = self._wealth(wanted, self.claimant), self._view.num_pages
+        return self._wealth(held - number, tenant) >= own or self._wealth(held, tenant) > whole >= own
+
+    def _slot_victim(self, request: RequestView) -> RequestView | None:
+        """Return whose slot a request takes, if it may have one: the youngest batch work of its tenant, or of the
+        tenant with most slots, or the youngest request of that.
+        """
+        if own_batch := [each for each in self.batch if each.tenant == request.tenant]:
+            return own_batch[-1]
+        slots = Counter([each.tenant for each in (*self.requests, *self.batch)])
         tenant = max(slots, key=lambda name: self._wealth(slots[name], name))
         own = self._wealth(slots[request.tenant] + 1, request.tenant)
-        if self._wealth(slots[tenant], tenant) <= SLOTS_RATIO * own or self._leads(request.tenant, tenant):
+        if self._leads(request.tenant, tenant):
+            return None
+        if batch := [each for each in self.batch if each.tenant == tenant]:
+            return batch[-1] if self._wealth(slots[tenant] - 1, tenant) >= own else None
+        if self._wealth(slots[tenant], tenant) <= SLOTS_RATIO * own:
             return None
         return _youngest_of([each for each in self.requests if each.tenant == tenant])
 
+    def _give_way(self, victim: RequestView | JobView) -> None:
+        """Take the pages of a pack, of batch work or of a request."""
+        if isinstance(victim, JobView):
+            self.free += victim.num_pages
+            self.drop.append(victim.id)
+            self.jobs.remove(victim)
+        elif victim.batch_due_s is not None:
+            self.batch.remove(victim)
+            self._close(victim)
+        else:
+            self._preempt(victim)
+
+    def _holdings(self) -> dict[str, list[RequestView | JobView]]:
+        """Return what holds pages, by tenant; what makes room first comes last."""
+        found: dict[str, list[RequestView | JobView]] = {}
+        requests = sorted(self.requests, key=lambda running: (running.priority, running.arrival_s))
+        items: list[RequestView | JobView] = [*requests, *reversed(super()._packs()), *self.batch]
+        for each in items:
+            found.setdefault(each.tenant, []).append(each)
+        return found
+
     def _held(self) -> dict[str, int]:
-        """Return the pages of requests and packs, by tenant."""
+        """Return the pages of requests, batch work and packs, by tenant."""
         found: dict[str, int] = {}
         admitted = set(self.admit)
-        for request in self.requests:
-            num_pages = request.num_pages if request.id in admitted else request.num_held
+        for request in (*self.requests, *self.batch):
+            num_pages = self._num_given(request, admitted)
             found[request.tenant] = found.get(request.tenant, 0) + num_pages
         for job in self.jobs:
             if job.phase != "update":
                 found[job.tenant] = found.get(job.tenant, 0) + job.num_pages
         return found
+
+    def _num_given(self, item: RequestView | JobView, admitted: Collection[str] | None = None) -> int:
+        """Return the pages that come back when something makes room; admitted: `self.admit`, for many questions."""
+        if isinstance(item, JobView) or item.id in (self.admit if admitted is None else admitted):
+            return item.num_pages
+        return item.num_held + self._grown.get(item.id, 0)
+
+    # -- batch work ---------------------------------------------------------------------
+
+    def _admit_batch(self, waiting: Iterable[RequestView]) -> None:
+        """Give waiting batch work its pages and slots, in this order, until no tenant can have more."""
+        tenants = {each.tenant for each in self._view.batch_waiting}
+        blocked = self._short | {each.tenant for each in self._not_admitted()}
+        for request in waiting:
+            if blocked >= tenants:
+                return
+            if request.tenant in blocked or not request.may_start:
+                continue
+            self.claimant = request.tenant
+            if self._keeps_poorer_waiting(request) or not self._make_room_for_batch(request):
+                blocked.add(request.tenant)
+            else:
+                self._add_batch(request)
+
+    def _make_room_for_batch(self, request: RequestView) -> bool:
+        """Return whether there is room for batch work, after that of tenants with many more sequences has made some;
+        none does so in vain.
+        """
+        number = Counter([each.tenant for each in self.batch])
+        left, victims = list(self.batch), list[RequestView]()
+        num_held, num_free = self._num_batch_pages(), self.free
+        own = SLOTS_RATIO * self._wealth(number[request.tenant] + 1, request.tenant)
+        while not self._fits_batch(request, num_held=num_held, num_free=num_free, num_batch=len(left)):
+            tenant = max(number, key=lambda name: self._wealth(number[name], name), default=request.tenant)
+            if self._wealth(number[tenant], tenant) <= own or self._leads(request.tenant, tenant):
+                return False
+            victim = next(each for each in reversed(left) if each.tenant == tenant)
+            left.remove(victim)
+            victims.append(victim)
+            number[tenant] -= 1
+            num_held -= victim.num_held + victim.num_pages
+            num_free += self._num_given(victim)
+        for victim in victims:
+            self._give_way(victim)
+        return True
+
+    def _keeps_poorer_waiting(self, item: RequestView | JobView) -> bool:
+        """Return whether requests of a tenant wait that would be poorer than this one's with its pages."""
+        if not (waiting := {each.tenant for each in self._not_admitted()}):
+            return False
+        held = self._held()
+        own = self._wealth(held.get(item.tenant, 0) + item.num_pages, item.tenant)
+        return any(self._wealth(held.get(name, 0), name) < own for name in waiting - {item.tenant})
+
+    def _last_of_batch(self) -> RequestView:
+        """Return the youngest batch work of the tenant whose batch work holds most."""
+        held = Counter[str]()
+        for each in self.batch:
+            held[each.tenant] += self._num_given(each)
+        richest = max(held, key=lambda name: self._wealth(held[name], name))
+        return next(each for each in reversed(self.batch) if each.tenant == richest)
+
+    # -- order --------------------------------------------------------------------------
 
     def _leads(self, tenant: str, other: str) -> bool:
         """Return whether a tenant has been served too much more than another to take room from it."""
@@ -157,10 +273,8 @@ class SharedMemoryPlan(MemoryPlan):
         """Return whether requests of its own tenant wait for pages, or those of a tenant that would be poorer."""
         if not self._view.waiting or len(self.requests) >= self._view.max_requests:
             return False
-        held = self._held()
-        own = self._wealth(held.get(job.tenant, 0) + job.num_pages, job.tenant)
-        waiting = {each.tenant for each in self._not_admitted()}
-        return job.tenant in waiting or any(self._wealth(held.get(name, 0), name) < own for name in waiting)
+        waits = any(each.tenant == job.tenant for each in self._not_admitted())
+        return waits or self._keeps_poorer_waiting(job)
 
     def _group_of(self, job: JobView) -> str:
         """Return its tenant: packs of others do not keep a job waiting."""

@@ -1,5 +1,6 @@
 """Plans of the default policy for several tenants: order within a tenant, batch work, pages, length of steps."""
 
+from collections import Counter
 from typing import Any
 
 from msgspec import structs
@@ -71,3 +72,70 @@ def test_a_lost_cause_is_admitted_after_a_request_of_its_tenant_that_can_be_in_t
     lost, timely = prompt("lost", "a", 1000, arrival_s=NOW_S - 3), prompt("timely", "a", 40)
     made = plan({"a": 0.0, "b": 0.0}, waiting=(lost, timely), jobs=(job("j", "b"),), num_free_pages=20)
     assert made.admit == ("timely",)
+
+
+def running_line(id: str, tenant: str, num_held: int = 2) -> RequestView:
+    """A line of a batch that decodes."""
+    return decoding(id, tenant, num_held=num_held, batch_due_s=NOW_S + 1000)
+
+
+def test_batch_work_is_admitted_by_tenant_in_turn():
+    lines = [line(f"a{number}", "a") for number in range(50)]
+    later = [line(f"b{number}", "b", arrival_s=NOW_S + 1) for number in range(3)]
+    made = plan({"a": 0.0, "b": 0.0}, batch_waiting=(*lines, *later), max_requests=6)
+    assert Counter(id[0] for id in made.admit) == {"a": 3, "b": 3}
+
+
+def test_batch_work_takes_a_slot_of_a_tenant_that_has_many():
+    many = [running_line(f"a{number}", "a") for number in range(6)]
+    made = plan({"a": 0.0, "b": 0.0}, batch=tuple(many), batch_waiting=(line("b0", "b"),), max_requests=6)
+    assert made.admit == ("b0",) and made.preempt == ("a5",)
+
+
+def test_batch_work_waits_where_a_tenant_has_served_more_than_its_own():
+    many = [running_line(f"a{number}", "a") for number in range(6)]
+    made = plan({"a": 0.0, "b": 1.0}, batch=tuple(many), batch_waiting=(line("b0", "b"),), max_requests=6)
+    assert not made.admit and not made.preempt
+
+
+def test_waiting_requests_of_a_tenant_with_many_pages_do_not_stop_batch_work_of_another():
+    running, waiting = decoding("r", "a", num_held=80), prompt("w", "a", 800)
+    made = plan(
+        {"a": 0.0, "b": 0.0},
+        requests=(running,),
+        waiting=(waiting,),
+        batch_waiting=(line("b0", "b"),),
+        num_free_pages=20,
+        num_pages=100,
+    )
+    assert made.admit == ("b0",)
+
+
+def test_a_request_takes_the_slot_of_batch_work_of_its_own_tenant_first():
+    lines = (running_line("a0", "a"), running_line("b0", "b"), running_line("b1", "b"))
+    made = plan({"a": 0.0, "b": 0.0}, batch=lines, waiting=(prompt("w", "a", 40),), max_requests=3)
+    assert made.admit == ("w",) and made.preempt == ("a0",)
+
+
+def test_a_pack_within_its_tenants_share_is_not_dropped_for_a_tenant_that_would_then_have_more():
+    mine, waiting = decoding("b0", "b", num_held=30), prompt("w", "b", 16 * 16)
+    dropped = {}
+    for num_pages in (48, 55):
+        made = plan(
+            {"a": 0.0, "b": 0.0},
+            requests=(mine,),
+            waiting=(waiting,),
+            jobs=(job("j", "a", num_pages=num_pages),),
+            num_free_pages=15,
+            num_pages=100,
+        )
+        dropped[num_pages] = made.drop
+    assert dropped == {48: (), 55: ("j",)}
+
+
+def test_nothing_makes_room_for_a_request_that_finds_too_little():
+    running = tuple(decoding(f"a{number}", "a", num_held=10) for number in range(9))
+    made = plan(
+        {"a": 0.0, "b": 0.0}, requests=running, waiting=(prompt("w", "b", 1200),), num_free_pages=10, num_pages=100
+    )
+    assert not made.preempt and not made.admit

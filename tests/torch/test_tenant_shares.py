@@ -1,5 +1,6 @@
 """Tenants share a device under the default policy: time, memory, and what each of them may claim."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import combinations
@@ -187,6 +188,29 @@ def rows_alone() -> float:
     submit(engine, length=64, tenant="tunes")
     simulate(engine, [])
     return rows_of(engine, "tunes")
+
+
+def add_lines(engine: EngineCore, tenant: str, number: int, due_s: float) -> None:
+    """Queue lines of a batch."""
+    params = SamplingParams(max_tokens=60, temperature=0.0)
+    for index in range(number):
+        prompt = [index + 1] * 60
+        engine.add_tokens(prompt, params, request_id=f"{tenant}-{index}", tenant=tenant, batch_due_s=due_s)
+
+
+@pytest.mark.parametrize("max_requests", [8, 256])
+def test_lines_of_a_batch_do_not_wait_for_the_many_lines_of_another_tenant(max_requests: int):
+    """They came later and are due later; the first tenant's lines fill all slots, or a pool of pages."""
+    engine = make_engine(MODEL, GPU, num_pages=200, num_jobs=0, max_requests=max_requests)
+    add_lines(engine, "many", 300, due_s=10.0)
+    for _ in range(30):
+        engine.step()
+    add_lines(engine, "few", 8, due_s=1000.0)
+    ended = Counter[str]()
+    while ended["few"] < 8:
+        chunks = [event for event in engine.step() if isinstance(event, Chunk)]
+        ended.update([chunk.request.split("-")[0] for chunk in chunks if chunk.finish_reason is not None])
+    assert 0 < ended["many"] <= 40
 
 
 @pytest.mark.long

@@ -26,7 +26,7 @@ from coserve.scheduling.building import LEAST_WINDOW_ROWS, PlanBuilder
 from coserve.scheduling.deadlines import AIMED
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.lost_causes import lost_last
-from coserve.scheduling.order import by_priority, by_share
+from coserve.scheduling.order import by_due, by_priority, by_share
 from coserve.scheduling.pieces import largest_that_fits
 from coserve.scheduling.plan import JobView, Plan, RequestView, TenantView, View
 from coserve.scheduling.shared_memory import SharedMemoryPlan
@@ -140,17 +140,18 @@ def _share_memory(
     """Return the pages that change hands; row_s: seconds of a row of a prompt."""
     memory = SharedMemoryPlan(view, {name: part.share for name, part in parts.items()})
     memory.grow()
+    used_s = {name: part.tenant.used_s for name, part in parts.items()}
+
+    def cost_s(request: RequestView) -> float:
+        return row_s * request.num_rows / parts[request.tenant].tenant.weight
+
     if view.waiting:
-        used_s = {name: part.tenant.used_s for name, part in parts.items()}
-
-        def cost_s(request: RequestView) -> float:
-            return row_s * request.num_rows / parts[request.tenant].tenant.weight
-
         queue = by_share(lost_last(policy.queue(view), view, latency), used_s, cost_s)
         has_priorities = any(request.priority for request in view.waiting)
         memory.admit_waiting(by_priority(list(queue)) if has_priorities else queue)
     if view.batch or view.batch_waiting:
-        memory.serve_batch(policy.batch_share * view.num_pages if jobs and view.num_pages else inf)
+        max_pages = policy.batch_share * view.num_pages if jobs and view.num_pages else inf
+        memory.serve_batch(max_pages, by_share(by_due(view.batch_waiting), used_s, cost_s))
     if jobs:
         memory.begin_packs(jobs, lambda job: _PACK_STRETCH * len(parts) * latency.pack_s(job))
         memory.take_turns(jobs)
