@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from random import Random
 
 import pytest
@@ -96,6 +96,22 @@ def test_a_tight_slo_leaves_the_job_of_another_tenant_its_share(host_s: float):
     simulate(alone, streams("b", 0.1), host_s=host_s)
     simulate(beside, [*streams("b", 0.1), *tight_slos(beside, 1.1)], host_s=host_s)
     assert rows_of(beside, "b") >= 0.42 * rows_of(alone, "b")
+
+
+@pytest.mark.parametrize("pack_tokens", [128, 512])
+def test_jobs_of_two_tenants_alone_train_as_fast_as_those_of_one(pack_tokens: int):
+    """No step lasts longer than a request that arrives may wait for one."""
+    rows = []
+    for tenants in (("one", "one"), ("one", "other")):
+        engine = engine_of()
+        for tenant in tenants:
+            submit(engine, length=128, tenant=tenant, pack_tokens=pack_tokens)
+        ends_s = [snapshot.now_s for snapshot in Simulation(engine, []).run(3.0)]
+        assert max([end_s - start_s for start_s, end_s in pairwise(ends_s)]) <= 2 * engine.slo.tpot_s
+        rows.append({tenant: rows_of(engine, tenant) for tenant in tenants})
+    apart = rows[1]
+    assert sum(apart.values()) >= 0.97 * sum(rows[0].values())
+    assert apart["one"] == pytest.approx(apart["other"], rel=0.05)
 
 
 NUM_SLOTS, MAX_STEPS = 4, 1000

@@ -1,6 +1,6 @@
 """The steps of `slack` where several tenants have work, or had some lately: each has a share of every step.
 
-A step lasts no longer than a quantum (`_quantum_s`), which bounds what a request of another tenant that arrives
+A step with requests lasts no longer than a quantum (`_quantum_s`), which bounds what a request of another tenant that arrives
 meanwhile waits for. The quantum is shared out by weights. A tenant that needs less than its part gets what it needs,
 and the others share the rest. Among those, virtual time counters (`scheduling.tenant_times`) correct what earlier steps
 gave too much or too little: pieces of work are lumps, and predictions err.
@@ -31,6 +31,7 @@ from coserve.scheduling.pieces import largest_that_fits
 from coserve.scheduling.plan import JobView, Plan, RequestView, TenantView, View
 from coserve.scheduling.shared_memory import SharedMemoryPlan
 from coserve.scheduling.slo import SOLO_CONTEXT
+from coserve.scheduling.tenant_times import MAX_CREDIT_S
 
 # A step lasts half a TPOT of the default SLO, or as many decode steps of one request if that is more. The third number
 # is the most TPOTs that it lasts: smallest pieces, and errors of prediction, come on top of that.
@@ -58,6 +59,8 @@ class _SharedPolicy(Protocol):
     def queue(self, view: View) -> Sequence[RequestView]: ...
 
     def due_at_s(self, request: RequestView, reserve_tpots: float = 0.0) -> float: ...
+
+    def arrival_wait_s(self, view: View, tpot_s: float) -> float: ...
 
 
 @dataclass(kw_only=True)
@@ -122,6 +125,8 @@ def plan_shared(policy: _SharedPolicy, view: View, latency: LatencyModel, *, tun
     for job in memory.jobs if tunes else ():
         parts[job.tenant].jobs.append(job)
     ordered = sorted(parts.values(), key=lambda part: part.tenant.used_s)
+    if not (memory.requests or memory.batch or view.waiting or view.batch_waiting):
+        return _plan_jobs(policy, view, latency, memory, ordered)
     usual_s = _usual_quantum_s(view, latency)
     quantum_s = _quantum_s(policy, view, latency, ordered, usual_s)
     _set_limits(ordered, quantum_s, row_s)
@@ -156,6 +161,22 @@ def _share_memory(
         memory.begin_packs(jobs, lambda job: _PACK_STRETCH * len(parts) * latency.pack_s(job))
         memory.take_turns(jobs)
     return memory
+
+
+def _plan_jobs(
+    policy: _SharedPolicy, view: View, latency: LatencyModel, memory: SharedMemoryPlan, parts: Sequence[_Part]
+) -> Plan:
+    """Return a step of jobs alone, in the order of their tenants' counters. It lasts as long as a step of jobs of one
+    tenant, since a request that arrives waits for no more either way, and has tasklets of several tenants run as one
+    batch of rows. So tenants take turns instead of parts of the step: one that has been served more than another, by
+    as much as half a step, waits.
+    """
+    build, until_s = PlanBuilder(view, latency, memory), policy.arrival_wait_s(view, view.tpot_s)
+    parts = [part for part in parts if part.jobs]
+    max_used_s = min([part.tenant.used_s for part in parts], default=0.0) + min(until_s, MAX_CREDIT_S) / 2
+    jobs = [job for part in parts if part.tenant.used_s <= max_used_s for job in part.jobs]
+    build.tune(jobs, until_s, least_share=policy.least_share)
+    return build.build()
 
 
 def _usual_quantum_s(view: View, latency: LatencyModel) -> float:
