@@ -224,10 +224,10 @@ class BatchRunner:
             async with asyncio.timeout(max(0.0, record.expires_at - time.time())), asyncio.TaskGroup() as group:
                 for place, line in left:
                     self._places.grow()
-                    await self._places.acquire()
+                    await self._places.acquire(record.tenant)
                     task = group.create_task(work(line, begun_s + window_s * (place + 1) / num_lines))
                     # Also of one that is cancelled before it begins.
-                    task.add_done_callback(lambda task: self._places.release())
+                    task.add_done_callback(lambda task: self._places.release(record.tenant))
         except TimeoutError:
             message = "This request could not be executed before the completion window expired."
             done = await self._recount(id, results)  # with answers that were being written when the window ended

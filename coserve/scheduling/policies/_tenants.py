@@ -1,9 +1,10 @@
 """The steps of `slack` where several tenants have work, or had some lately: each has a share of every step.
 
-A step with requests lasts no longer than a quantum (`_quantum_s`), which bounds what a request of another tenant that arrives
-meanwhile waits for. The quantum is shared out by weights. A tenant that needs less than its part gets what it needs,
-and the others share the rest. Among those, virtual time counters (`scheduling.tenant_times`) correct what earlier steps
-gave too much or too little: pieces of work are lumps, and predictions err.
+A step with requests lasts no longer than a quantum (`_quantum_s`), which bounds what a request of another tenant that
+arrives meanwhile waits for. The quantum is shared out by weights. A tenant that needs less than its part gets what it
+needs, and the others share the rest. Among those, virtual time counters (`scheduling.tenant_times`) correct what
+earlier steps gave too much or too little: pieces of work are lumps, and predictions err. In steps of jobs alone tenants
+take turns by the same counters (`_plan_jobs`).
 
 Within its part, a tenant's requests come before its batch work and its jobs: first rows that decode, those first that
 have waited longest, then prompts by their deadlines, lost causes last. What a tenant leaves goes to jobs of the others.
