@@ -158,7 +158,9 @@ class Place:
 
     @contextmanager
     def start(self, *options: str, dtype: str = "float32", max_files: int | None = None) -> Iterator[Server]:
-        """A server, of which nothing is left afterwards. max_files: that it may have open."""
+        """A server, of which nothing is left afterwards, also if this process is told to end (SIGTERM). max_files: that
+        it may have open.
+        """
         self.temporary.mkdir(parents=True, exist_ok=True)
         self.home.mkdir(mode=0o755, exist_ok=True)
         for name in ("kernels", "profiles"):
@@ -182,6 +184,7 @@ class Place:
                 preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limit)) if max_files else None,
             )
         assert process.stdout is not None
+        before = signal.signal(signal.SIGTERM, _exit)
         try:
             ready, _, _ = select.select([process.stdout], [], [], START_LIMIT_S)
             found = re.search(r"(http://\S+)/v1", process.stdout.readline() if ready else "")
@@ -192,6 +195,12 @@ class Place:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             process.stdout.close()
+            signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, frame: object) -> None:
+    """End this process as an exception does, so that what it has started is ended first."""
+    raise SystemExit(128 + number)
 
 
 def until(question: Callable[[], Any], *, limit_s: float) -> float | None:

@@ -80,14 +80,15 @@ KEYS = {"a": "key-of-a", "b": "key-of-b"}
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What tenant b got in one interval.
+    """The measurements of what tenant b got in one interval.
 
     Attributes:
-        num_sent: Streams that were opened.
-        num_ended: Streams that ended within the interval.
-        ttft_p50_s: Median seconds to the first event; streams without any count with the time that they waited.
-        ttft_p99_s: 99th percentile of the same.
-        job_steps_per_s: Optimizer steps of the job per second.
+        num_sent: This many streams were opened.
+        num_ended: This many of them ended within the interval.
+        ttft_p50_s: The median stream got its first event after this many seconds. A stream without any counts with the
+            time that it waited.
+        ttft_p99_s: All but one of a hundred streams got their first event within this many seconds.
+        job_steps_per_s: The job took this many optimizer steps per second.
     """
 
     num_sent: int
