@@ -272,8 +272,8 @@ class PlanBuilder:
 
     def _age(self, jobs: Sequence[JobView], least_share: float) -> None:
         """The smallest piece of the job that has waited longest, if that is long enough."""
-        oldest = max(jobs, key=_waited_s, default=None)
-        if oldest is None or not oldest.waited_s or self.has(oldest.id):
+        oldest = max(jobs, key=lambda job: job.waited_s, default=None)
+        if oldest is None or not oldest.waited_s or oldest.id in self.served_jobs:
             return
         if self.piece_s(oldest, LEAST_WINDOW_ROWS) * len(jobs) <= least_share * oldest.waited_s:
             self._least(oldest)
@@ -291,10 +291,12 @@ class PlanBuilder:
             return inf
         return self._latency.with_window(self._load, job)(rows) - self._time.forward_s
 
-    def has(self, job: str) -> bool:
-        """Whether a job has a piece in the plan."""
-        pieces = [piece.job for piece in self._losses] + [part.job for part in self._tasklets] + self._updates
-        return job in pieces or any(rows.item == job and rows.kind == "window" for rows in self._rows)
+    @property
+    def served_jobs(self) -> set[str]:
+        """Jobs that have a piece in the plan."""
+        windows = [rows.item for rows in self._rows if rows.kind == "window"]
+        losses, tasklets = [piece.job for piece in self._losses], [part.job for part in self._tasklets]
+        return {*windows, *losses, *tasklets, *self._updates}
 
     def _least(self, job: JobView) -> None:
         """The smallest piece of a job."""
@@ -394,7 +396,3 @@ class PlanBuilder:
         self._rows.append(PlannedRows(job.id, "window", job.num_rows - job.num_rows_left, rows))
         before_s, self._time.forward_s = self._time.forward_s, self._latency.forward_s(self._load)
         self._time.window_s += max(0.0, self._time.forward_s - before_s)
-
-
-def _waited_s(job: JobView) -> float:
-    return job.waited_s

@@ -39,7 +39,9 @@ def tune_beside(
     worth_s = backward_speed * build.forward_s / forward_speed
     most_s = until_s - build.seconds if job.phase in ("forward", "update") else backward_speed * until_s
     add_units(build, job, latency, min(worth_s, most_s), unit_s=unit_s * backward_speed)
-    if not build.has(job.id) and build.piece_s(job, LEAST_WINDOW_ROWS) <= min(backward_speed * job.waited_s, most_s):
+    if job.id not in build.served_jobs and build.piece_s(job, LEAST_WINDOW_ROWS) <= min(
+        backward_speed * job.waited_s, most_s
+    ):
         build.take(job, 0)
     return divided(build.build(), partition, forward_speed, backward_speed)
 

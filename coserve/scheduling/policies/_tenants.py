@@ -310,10 +310,11 @@ class _SharedStep:
                 self._charge(part)
             elif part.jobs and part.left_s > 0:
                 self._build.tune(part.jobs, self._build.step_s + part.left_s)
-                if not any(self._build.has(job.id) for job in part.jobs):
+                if self._build.served_jobs.isdisjoint([job.id for job in part.jobs]):
                     self._tune_lump(part)
                 self._charge(part)
-        if waiting := [job for job in jobs if not self._build.has(job.id)]:
+        served = self._build.served_jobs
+        if waiting := [job for job in jobs if job.id not in served]:
             until_s = 0.0 if is_short else self._quantum_s
             self._build.tune(waiting, until_s, least_share=self._policy.least_share)
 
