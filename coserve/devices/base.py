@@ -16,12 +16,11 @@ class Device(Protocol):
     """A model on a device. Commands and steps are done in the order in which they come.
 
     At most one step is under way: `collect` comes after every `submit`. `execute` may be called only while no step is
-    under way, except for `OpenVersion`, `WriteCheckpoint`, `ReadContributions`, `SetVocabulary`, `OpenGrammar` and
-    `CloseGrammar`, which may come at any time from any thread.
+    under way, except for the commands of `messages.BESIDE_STEPS`, which may come at any time from any thread.
 
     A caller can be interrupted (Ctrl-C) in any of these. Then the step is forgotten: its result is never handed out,
-    and the next `submit` begins another. Whether a command was done is not known; those that close and drop may come
-    again.
+    and the next `submit` begins another. How many of the commands were done, `CountCommands` says: a device answers
+    each command once, and counts it then. A command that was interrupted itself is not counted, and comes again.
     """
 
     @property
@@ -37,7 +36,7 @@ class Device(Protocol):
     def submit(self, batch: StepBatch) -> None:
         """Begin a step. Returns at once where the device works by itself (a GPU, another process); what goes wrong is
         raised by `collect`. If it does raise (the caller was interrupted), no step is under way, and which of the
-        batch's commands and new pages the device has taken in is not known: requests must be closed, and opened again.
+        batch's new pages the device has taken in is not known: requests must be closed, and opened again.
         """
         ...
 

@@ -182,8 +182,19 @@ class MeasureDevice(msgspec.Struct, tag=True, frozen=True):
     """
 
 
+class CountCommands(msgspec.Struct, tag=True, frozen=True):
+    """Count the commands of the ordered stream that the device has answered since its start, within steps and without.
+
+    Reply: `CommandsCounted`. Neither this command is counted, nor are those of `BESIDE_STEPS`.
+    """
+
+
+BESIDE_STEPS = (OpenVersion, WriteCheckpoint, ReadContributions, SetVocabulary, OpenGrammar, CloseGrammar)
+"""Commands that may come from any thread and are done beside steps; all others stand in one ordered stream."""
+
 Command = (
     MeasureDevice
+    | CountCommands
     | ResizeWindow
     | PlaceOptimizer
     | OpenRequest
@@ -250,4 +261,11 @@ class GrammarOpened(msgspec.Struct, tag=True, frozen=True):
     num_bytes: int
 
 
-Reply = VersionOpened | TrainerOpened | DeviceMeasured | GrammarOpened | None
+class CommandsCounted(msgspec.Struct, tag=True, frozen=True):
+    """The reply to `CountCommands`."""
+
+    num_answered: int
+    """Commands that were done, or failed and changed nothing."""
+
+
+Reply = VersionOpened | TrainerOpened | DeviceMeasured | GrammarOpened | CommandsCounted | None

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from coserve.devices.cpu_threads import worthwhile_threads
-from coserve.devices.job_messages import ReadContributions, WriteCheckpoint
 from coserve.devices.loading import open_device
-from coserve.devices.messages import CloseGrammar, Command, OpenGrammar, OpenVersion, Reply, SetVocabulary
+from coserve.devices.messages import BESIDE_STEPS, Command, Reply
 from coserve.devices.process_memory import bound_compiled_products, keep_freed_memory
 from coserve.devices.settings import DeviceSettings
 from coserve.devices.step_messages import StepBatch, StepResult
@@ -23,8 +22,6 @@ from coserve.devices.wire import Call, Connection, Done, LoadingProgress, Starte
 from coserve.sandbox.parent_death import end_with_parent
 
 _log = logging.getLogger(__name__)
-
-_BESIDE_STEPS = (OpenVersion, WriteCheckpoint, ReadContributions, SetVocabulary, OpenGrammar, CloseGrammar)
 
 
 def main(descriptor: int) -> None:
@@ -37,7 +34,7 @@ def main(descriptor: int) -> None:
     device = _start(messages.get(), connection)
     while device is not None:
         call = messages.get()
-        if isinstance(call.command, _BESIDE_STEPS):
+        if isinstance(call.command, BESIDE_STEPS):
             Thread(target=_answer, args=(device, call, connection)).start()
         else:
             _answer(device, call, connection)

@@ -11,11 +11,13 @@ from typing import Any, NoReturn
 from msgspec.structs import asdict, replace
 
 from coserve.devices.base import Clock, Device
+from coserve.devices.command_count import CommandCount
 from coserve.devices.job_messages import OpenTrainer, PublishVersion, TrainerOpened
 from coserve.devices.messages import (
     CloseGrammar,
     CloseRequest,
     Command,
+    CountCommands,
     DeviceInfo,
     ImportPages,
     OpenGrammar,
@@ -90,8 +92,12 @@ class ReplayDevice:
         self.stopped: Exception | None = None
         self._runs: StepBatch | None = None
         self._vocabularies = _Vocabularies(info.vocab_size)
+        self._count = CommandCount()
 
     def execute(self, command: Command) -> Reply:
+        if isinstance(command, CountCommands):
+            return self._count.reply()
+        self._count.add(command)
         if isinstance(command, SetVocabulary | OpenGrammar | CloseGrammar):
             return self._other.execute(command)
         if not leaves_a_trace(command):
@@ -115,6 +121,7 @@ class ReplayDevice:
         if recorded != with_trace(batch):
             self._stop(DivergedError(difference(recorded, batch)))
         for command in batch.commands:
+            self._count.add(command)
             self._vocabularies.note(command)
         for command in pages:
             self._check_pages(command)

@@ -20,6 +20,7 @@ from coserve.adapters.peft_directory import load_adapter, read_config, save_adap
 from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.base import Clock
 from coserve.devices.clock import WallClock
+from coserve.devices.command_count import CommandCount
 from coserve.devices.counting import device_info
 from coserve.devices.dividing import sides_of
 from coserve.devices.job_messages import (
@@ -43,6 +44,7 @@ from coserve.devices.messages import (
     CloseGrammar,
     CloseRequest,
     Command,
+    CountCommands,
     DeviceMeasured,
     DropVersion,
     ExportPages,
@@ -109,6 +111,7 @@ class TorchDevice:
             is_provisional=is_provisional,
         )
         self._measurement = OwnMeasurement(backbone)
+        self._count = CommandCount()
         with memory_errors():
             self._pages = PagedKv(backbone, num_pages=num_pages, block_tokens=block_tokens)
             self._host = HostPages(self._pages, num_slots=num_host_pages)
@@ -126,6 +129,7 @@ class TorchDevice:
         self._error: Exception | None = None
         self._handlers: dict[type, Callable[[Any], Reply]] = {
             MeasureDevice: lambda command: self._measure(),
+            CountCommands: lambda command: self._count.reply(),
             ResizeWindow: lambda command: self._others.resize(command.first_page, command.num_pages),
             PlaceOptimizer: self._place_optimizer,
             OpenRequest: lambda command: self._requests.open(command),
@@ -161,8 +165,14 @@ class TorchDevice:
         }
 
     def execute(self, command: Command) -> Reply:
-        with memory_errors():
-            return self._handlers[type(command)](command)
+        try:
+            with memory_errors():
+                reply = self._handlers[type(command)](command)
+        except Exception:
+            self._count.add(command)
+            raise
+        self._count.add(command)
+        return reply
 
     def submit(self, batch: StepBatch) -> None:
         """Launch the step; on a CPU it is done then, but for the numbers that come of it."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.adapters.peft_directory import adapter_config, read_config
+from coserve.devices.command_count import CommandCount
 from coserve.devices.counting import device_info, trainer_opened
 from coserve.devices.device_grammars import DeviceGrammars
 from coserve.devices.job_messages import (
@@ -34,6 +35,7 @@ from coserve.devices.messages import (
     CloseGrammar,
     CloseRequest,
     Command,
+    CountCommands,
     DropVersion,
     ExportPages,
     GrammarOpened,
@@ -111,7 +113,9 @@ class ModelledDevice:
         self._copy_s = 0.0  # of copies that no step has waited for yet
         self._overhead_s = 0.0  # of the step under way
         self._result: StepResult | None = None
+        self._count = CommandCount()
         self._handlers: dict[type, Callable[[Any], Reply]] = {
+            CountCommands: lambda command: self._count.reply(),
             PlaceOptimizer: self._place_optimizer,
             OpenRequest: self._open_request,
             CloseRequest: self._close_request,
@@ -144,7 +148,13 @@ class ModelledDevice:
         }
 
     def execute(self, command: Command) -> Reply:
-        return self._handlers[type(command)](command)
+        try:
+            reply = self._handlers[type(command)](command)
+        except Exception:
+            self._count.add(command)
+            raise
+        self._count.add(command)
+        return reply
 
     def submit(self, batch: StepBatch) -> None:
         self._result, begins = None, False

@@ -41,7 +41,7 @@ from coserve.devices.job_messages import (
     WriteCheckpoint,
 )
 from coserve.devices.loading import torch_device
-from coserve.devices.messages import CloseRequest, DropVersion, OpenRequest, OpenVersion, SaveAdapter
+from coserve.devices.messages import CloseRequest, CountCommands, DropVersion, OpenRequest, OpenVersion, SaveAdapter
 from coserve.devices.process_device import ProcessDevice
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.settings import DeviceSettings
@@ -342,6 +342,25 @@ def test_tasklets_of_a_group_run_together_and_who_is_ahead_waits(driver, tmp_pat
     updated = driver.step(updates=[Update(f"{job}2", num_trained[job], 1) for job in jobs])
     for job, norm in norms.items():
         assert updated.norms[f"{job}2"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_device_counts_each_command_that_it_answers_but_those_done_beside_steps(driver):
+    def num_answered() -> int:
+        return driver.device.execute(CountCommands()).num_answered
+
+    before = num_answered()
+    driver.device.execute(CloseRequest("nobody"))
+    driver.step(commands=[DropVersion("none"), DropTrainer("none")])
+    assert num_answered() == before + 3
+    with pytest.raises(Exception, match="none"):
+        driver.device.execute(PublishVersion("none", "v"))
+    assert num_answered() == before + 4, "an error is an answer, too"
+    with pytest.raises(AdapterError):
+        driver.device.execute(OpenVersion("v", "/nowhere"))
+    assert num_answered() == before + 4, "it comes beside steps"
+    with pytest.raises(Exception, match="none"):
+        driver.step(commands=[DropVersion("none"), PublishVersion("none", "v"), DropVersion("none")])
+    assert num_answered() == before + 6, "the last one has not been reached"
 
 
 def test_a_version_is_a_copy_and_a_checkpoint_continues_exactly(driver, tmp_path):
