@@ -1,7 +1,7 @@
 """The profile that predictions rest on: measured before the engine served, or measured while it serves."""
 
-from coserve.devices.base import Device
-from coserve.devices.messages import DeviceMeasured, MeasureDevice
+from coserve.devices.messages import DeviceInfo, DeviceMeasured, MeasureDevice
+from coserve.engine.command_log import CommandLog
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.slo import DefaultSlo
 
@@ -9,9 +9,9 @@ from coserve.scheduling.slo import DefaultSlo
 class Calibration:
     """Replaces a provisional profile by a measured one, piece by piece, whenever its caller has time for a piece."""
 
-    def __init__(self, device: Device, latency: LatencyModel, default_slo: DefaultSlo) -> None:
-        self._device, self._latency, self._default_slo = device, latency, default_slo
-        self.is_provisional = device.info.is_provisional
+    def __init__(self, log: CommandLog, info: DeviceInfo, latency: LatencyModel, default_slo: DefaultSlo) -> None:
+        self._log, self._latency, self._default_slo = log, latency, default_slo
+        self.is_provisional = info.is_provisional
         """Return whether predictions still rest on a quick and cautious profile."""
 
     def run_piece(self) -> tuple[int, int]:
@@ -21,7 +21,7 @@ class Calibration:
             How many measurements are finished, and about how many there are. With the last one, predictions and the
             default SLO follow what was measured.
         """
-        measured = self._device.execute(MeasureDevice())
+        measured = self._log.execute(MeasureDevice())
         assert isinstance(measured, DeviceMeasured)
         if measured.profile is not None:
             self._latency.use_profile(measured.profile)

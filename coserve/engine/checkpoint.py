@@ -84,11 +84,12 @@ class TakenCopy:
 
     def __init__(self, device: Device, copy: str, send: Callable[[Command], None]) -> None:
         """send: has the device do a command at the next occasion; may be called from any thread."""
-        self._device, self._copy = device, copy
+        self.id = copy
+        self._device = device
         weakref.finalize(self, send, DropCheckpoint(copy)).atexit = False
 
     def write(self, directory: Path) -> None:
-        self._device.execute(WriteCheckpoint(self._copy, str(directory)))
+        self._device.execute(WriteCheckpoint(self.id, str(directory)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ class EngineCore:
         self.requests, self.adapters, self.jobs = parts.requests, parts.adapters, parts.jobs
         self.pages, self.swap, self.counters = parts.pages, parts.swap, parts.counters
         self.loop, self.outbox, self.calibration = parts.loop, parts.outbox, parts.calibration
-        self._serving, self._handed, self.grammars = parts.serving, parts.handed, parts.grammars
+        self.log, self._serving, self._handed, self.grammars = parts.log, parts.serving, parts.handed, parts.grammars
         self._numbers = count()
 
     # -- questions --------------------------------------------------------------------
@@ -397,4 +397,4 @@ class EngineCore:
 
     def flush_commands(self) -> None:
         """Tell the device now what the next step would, such as copies to drop; for callers that see no step coming."""
-        self.loop.flush_commands()
+        self.log.flush()

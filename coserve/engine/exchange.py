@@ -1,6 +1,6 @@
 """Where a job that is divided among nodes stands in its exchange with the others; see `coserve.tuning.shard`."""
 
-from coserve.engine.checkpoint import Checkpoint
+from coserve.engine.checkpoint import Checkpoint, TakenCopy
 from coserve.tuning.shard import Combination, Shard
 
 
@@ -17,6 +17,10 @@ class Exchange:
         self.combination: Combination | None = None
         self.common: Checkpoint | None = None
         self.num_trained: int | None = None
+        self.num_combined = 0
+        """Contributions of the combination that the device has taken in, or will: their command stands in its log."""
+        self.taking: TakenCopy | None = None
+        """The copy of a caller that asked for it, and was interrupted before it had it."""
         self._step = 0
 
     def begin(self, step: int) -> None:
@@ -25,7 +29,7 @@ class Exchange:
 
     def end(self, combination: Combination) -> None:
         """All of it has been taken in."""
-        self.is_waiting, self.combination = False, None
+        self.is_waiting, self.combination, self.num_combined = False, None, 0
         if self.shard.gives_gradients:
             self.num_trained = combination.num_trained
 

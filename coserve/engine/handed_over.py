@@ -6,13 +6,12 @@ copied, and the rest is computed; at least one token is, as after any prefix, so
 Who computes, and what goes between the two, is in `coserve.handover`.
 """
 
-from collections import deque
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from coserve.devices.base import Device
 from coserve.devices.messages import Command, ImportPages
 from coserve.memory.kv_cache import KvCache, PagedSequence
 
@@ -28,11 +27,12 @@ class HandedBlocks(msgspec.Struct, frozen=True):
 class HandedOver:
     """num_pages: that were copied so far."""
 
-    def __init__(self, cache: KvCache) -> None:
+    def __init__(self, cache: KvCache, send: Callable[[Command], None]) -> None:
+        """send: has the device copy the pages, in the order in which they are asked for."""
         self._block_tokens = cache.block_tokens
         self._held: set[str] = set()
         self._blocks: dict[str, HandedBlocks] = {}
-        self._commands: deque[ImportPages] = deque()
+        self._send = send
         self.num_pages = 0
 
     def hold(self, request: str) -> None:
@@ -62,7 +62,7 @@ class HandedOver:
         if places := self._places(request, sequence.length, num_tokens):
             first = sequence.length // self._block_tokens
             pages = tuple(sequence.pages[first : first + len(places)])
-            self._commands.append(ImportPages(self._blocks[request].path, pages, tuple(places)))
+            self._send(ImportPages(self._blocks[request].path, pages, tuple(places)))
             sequence.fill(len(places))
             self.num_pages += len(places)
 
@@ -74,22 +74,6 @@ class HandedOver:
         start = num_known // self._block_tokens - found.first_block
         end = min(found.num_blocks, (num_tokens - 1) // self._block_tokens - found.first_block)
         return range(start, end) if start >= 0 else range(0)
-
-    # -- the device -----------------------------------------------------------------
-
-    def take_commands(self) -> list[Command]:
-        """What the device must do before the step that begins, after what `HostSwap` has for it: the pages may have
-        been others'.
-        """
-        commands: list[Command] = list(self._commands)
-        self._commands.clear()
-        return commands
-
-    def flush(self, device: Device) -> None:
-        """Have it done now; see `HostSwap.flush`."""
-        while self._commands:
-            device.execute(self._commands[0])
-            self._commands.popleft()
 
     def check_integrity(self, waiting: set[str]) -> None:
         """Assert that only requests that wait are held, or have a file."""

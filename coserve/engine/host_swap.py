@@ -8,17 +8,13 @@ host is copied back, and the rest is computed again; so are the tokens after its
 
 A pack that gives way goes to the host at once, or not at all; it comes back to any pages. So do tensors, whether they
 lie in pages or beside them: the commands for them are their owners' (`optimizer_swap.py`, `served_adapters.py`).
-
-Copies of pages have a queue of their own. They come before everything else that a step, or a pack that begins, does
-with pages, and before whatever else is copied to slots, which may just have been theirs.
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from coserve.devices.base import Device
 from coserve.devices.messages import Command, DeviceInfo
 from coserve.devices.swap_messages import SwapIn, SwapOut
 from coserve.memory.host_blocks import HostBlocks
@@ -57,10 +53,13 @@ class HostSwap:
     prefix that is forgotten, is free at once.
     """
 
-    def __init__(self, cache: KvCache, info: DeviceInfo, latency: LatencyModel) -> None:
+    def __init__(
+        self, cache: KvCache, info: DeviceInfo, latency: LatencyModel, send: Callable[[Command], None]
+    ) -> None:
+        """send: has the device make the copies, in the order in which they are asked for."""
         self._blocks, self._block_tokens = HostBlocks(info.num_host_pages), cache.block_tokens
         self._page_bytes, self._latency = info.page_bytes, latency
-        self._commands: deque[SwapOut | SwapIn] = deque()
+        self._send = send
         self.num_swapped_out = self.num_swapped_in = 0
         self._has_copied_out = False  # since the last step
         self._waits_s: deque[float] = deque(maxlen=_NUM_WAITS)
@@ -99,7 +98,7 @@ class HostSwap:
         slots = self._slots(keys, sequence.length, num_tokens)
         if slots:
             first = sequence.length // self._block_tokens
-            self._commands.append(SwapIn(tuple(sequence.pages[first : first + len(slots)]), tuple(slots)))
+            self._send(SwapIn(tuple(sequence.pages[first : first + len(slots)]), tuple(slots)))
             sequence.fill(len(slots))
             self.num_swapped_in += len(slots)
 
@@ -119,13 +118,9 @@ class HostSwap:
         self._store(_keys(owner, len(pages)), pages)
         return True
 
-    def has_pack(self, job: str, num_pages: int) -> bool:
-        """Whether all of it is there; copies can be lost (`lose`)."""
-        return len(self._blocks.slots_of(_keys(("pack", job), num_pages))) == num_pages
-
     def bring_back_pack(self, job: str, pages: Sequence[int]) -> None:
         """Copy it to these pages. It has its places on the host until `release_pack`."""
-        self._commands.append(SwapIn(tuple(pages), tuple(self._blocks.slots_of(_keys(("pack", job), len(pages))))))
+        self._send(SwapIn(tuple(pages), tuple(self._blocks.slots_of(_keys(("pack", job), len(pages))))))
         self.num_swapped_in += len(pages)
 
     def release_pack(self, job: str) -> None:
@@ -165,25 +160,11 @@ class HostSwap:
     def _store(self, keys: Sequence[Hashable], pages: Sequence[int]) -> None:
         """The pages that hold this are somebody else's from now on."""
         if found := self._blocks.store(keys):
-            self._commands.append(SwapOut(tuple([pages[place] for place, _ in found]), tuple([to for _, to in found])))
+            self._send(SwapOut(tuple([pages[place] for place, _ in found]), tuple([to for _, to in found])))
             self.num_swapped_out += len(found)
+            self._has_copied_out = True
 
     # -- the device -----------------------------------------------------------------
-
-    def take_commands(self) -> list[Command]:
-        """What the device must do before the step that begins."""
-        if not self._commands:
-            return []
-        commands: list[Command] = list(self._commands)
-        self._commands.clear()
-        self._has_copied_out |= any(isinstance(command, SwapOut) for command in commands)
-        return commands
-
-    def flush(self, device: Device) -> None:
-        """Have it done now. If the caller is interrupted, it is done again: no step has come between."""
-        while self._commands:
-            device.execute(self._commands[0])
-            self._has_copied_out |= isinstance(self._commands.popleft(), SwapOut)
 
     def note_step(self, copy_s: float, weights_s: float, *, have_left: bool = False) -> None:
         """A step has waited since the one before: for copies, and for weights that made room. have_left: whether
@@ -194,12 +175,6 @@ class HostSwap:
             self._waits_s.append((copy_s if has_copied else 0.0) + weights_s)
             self.give_back_s = max(self._waits_s)
             self._has_copied_out = False
-
-    def lose(self, commands: Iterable[Command]) -> None:
-        """Whether these were done is not known, and pages may have been written to since: what they were to bring to
-        the host counts as not there. (What they were to bring back belongs to requests that run; those are closed.)
-        """
-        self._blocks.lose([slot for command in commands if isinstance(command, SwapOut) for slot in command.slots])
 
     def check_integrity(self, owners: Iterable[Hashable]) -> None:
         """Assert that each page of the host is free, or wanted by these: ids of requests that wait, `HostOwner`s."""

@@ -1,22 +1,18 @@
 """Copies of jobs' tensors on the device: checkpoints, and contributions to other nodes."""
 
-from collections.abc import Callable
-
 from coserve.devices.base import Device
 from coserve.devices.job_messages import TakeCheckpoint, TakeContribution
-from coserve.devices.messages import Command
 from coserve.engine.checkpoint import Checkpoint, TakenCopy
+from coserve.engine.command_log import CommandLog
 from coserve.engine.job import Job
-from coserve.engine.owed_commands import OwedCommands
 from coserve.errors import JobError
 
 
 class JobCopies:
     """Takes them."""
 
-    def __init__(self, device: Device, owed: OwedCommands, send: Callable[[Command], None]) -> None:
-        """owed: what the device must do, shared with others. send: has the device do a command with the next step."""
-        self._device, self._owed, self._send = device, owed, send
+    def __init__(self, device: Device, log: CommandLog) -> None:
+        self._device, self._log = device, log
         self._num_taken = 0
 
     def checkpoint(self, job: Job) -> Checkpoint:
@@ -31,16 +27,28 @@ class JobCopies:
 
     def now(self, job: Job) -> Checkpoint:
         """As it is on this node, after its last whole optimizer step."""
-        return Checkpoint(position=job.position(), state=self._take(job, TakeCheckpoint))
+        taken = self._new_copy(job)  # first, so that the copy goes with it in any case
+        self._log.execute(TakeCheckpoint(job.id, taken.id))
+        return Checkpoint(position=job.position(), state=taken)
 
     def contribution(self, job: Job) -> TakenCopy:
-        """What the other nodes of a job are to have."""
-        return self._take(job, TakeContribution)
+        """Take what the other nodes of a job are to have.
 
-    def _take(self, job: Job, kind: type[TakeCheckpoint | TakeContribution]) -> TakenCopy:
-        copy = f"{job.id}/{self._num_taken}"
-        self._num_taken += 1
-        taken = TakenCopy(self._device, copy, self._send)  # first, so that the copy goes with it in any case
-        self._owed.settle()
-        self._device.execute(kind(job.id, copy))
+        Gradients can be taken once: a caller that was interrupted gets the same copy when it asks again.
+        """
+        exchange = job.exchange
+        assert exchange is not None
+        self._log.flush()  # also the command of a caller that was interrupted
+        if exchange.taking is None:
+            exchange.taking = self._new_copy(job)
+            try:
+                self._log.execute(TakeContribution(job.id, exchange.taking.id))
+            except Exception:
+                exchange.taking = None
+                raise
+        taken, exchange.taking = exchange.taking, None
         return taken
+
+    def _new_copy(self, job: Job) -> TakenCopy:
+        self._num_taken += 1
+        return TakenCopy(self._device, f"{job.id}/{self._num_taken - 1}", self._log.send)

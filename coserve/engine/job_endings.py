@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping
 
-from coserve.devices.base import Device
+from coserve.devices.base import Clock
 from coserve.devices.job_messages import CloseTrainer
 from coserve.engine.answers import Answers
+from coserve.engine.command_log import CommandLog
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.job import EventKind, Job, JobEvent
 from coserve.engine.optimizer_swap import OptimizerSwap
-from coserve.engine.owed_commands import OwedCommands
 from coserve.engine.page_broker import PageBroker
 from coserve.scheduling.fairness import TokenCounters
 
@@ -18,23 +18,23 @@ class JobEndings:
 
     def __init__(
         self,
-        device: Device,
+        clock: Clock,
         pages: PageBroker,
         swap: HostSwap,
         counters: TokenCounters,
         *,
-        owed: OwedCommands,
+        log: CommandLog,
         optimizers: OptimizerSwap,
         answers: Answers,
         emit: Callable[[JobEvent], None],
         jobs: Mapping[str, Job],
     ) -> None:
-        """owed: what the device must do, shared with others. jobs: all that there are, now and later."""
-        self._device, self._pages, self._swap, self._counters = device, pages, swap, counters
-        self._owed, self._optimizers, self._answers, self._emit, self._jobs = owed, optimizers, answers, emit, jobs
+        """jobs: all that there are, now and later."""
+        self._clock, self._pages, self._swap, self._counters = clock, pages, swap, counters
+        self._log, self._optimizers, self._answers, self._emit, self._jobs = log, optimizers, answers, emit, jobs
 
     def end(self, job: Job, state: EventKind, *, message: str = "") -> None:
-        """It is over; `catch_up` has the device let go of what it has of it."""
+        """It is over, and the device lets go of what it has of it."""
         assert state in ("succeeded", "failed", "cancelled")
         if job.state == "running":
             self._counters.leave(job.tenant)
@@ -44,8 +44,8 @@ class JobEndings:
         self._optimizers.let_go(job)
         if not any(other.costs.other and not other.is_terminal for other in self._jobs.values()):
             self._pages.window.clear()
-        self._owed.add(CloseTrainer(job.id))
-        self._emit(job.event(state, self._device.clock.now(), message=message))
+        self._log.send(CloseTrainer(job.id))
+        self._emit(job.event(state, self._clock.now(), message=message))
 
     def fail(self, job: Job, message: str) -> None:
         """It ends with this reason."""

@@ -8,9 +8,9 @@ from typing import Any
 from coserve.devices.base import Device
 from coserve.devices.job_messages import DropTrainer, TrainerOpened
 from coserve.engine.checks import check_adapter_name, check_examples, with_virtual_tokens
+from coserve.engine.command_log import CommandLog
 from coserve.engine.job import Job
 from coserve.engine.job_start import JobStart, PeftFields, make_start, with_pack_size
-from coserve.engine.owed_commands import OwedCommands
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.served_adapters import ServedAdapters
 from coserve.errors import DataError, DeviceGoneError, JobError
@@ -28,11 +28,11 @@ class JobOpener:
         device: Device,
         pages: PageBroker,
         adapters: ServedAdapters,
-        owed: OwedCommands,
+        log: CommandLog,
         trainable_models: Mapping[str, str],
     ) -> None:
-        """owed: what the device must do, shared with others. trainable_models: see `EngineConfig`."""
-        self._device, self._pages, self._adapters, self._owed = device, pages, adapters, owed
+        """trainable_models: see `EngineConfig`."""
+        self._device, self._pages, self._adapters, self._log = device, pages, adapters, log
         self._trainable_models = trainable_models
 
     def open(
@@ -74,18 +74,17 @@ class JobOpener:
         if start.trainer.version is not None:
             self._adapters.bring_back(start.trainer.version)
         questions = _questions(validation, config, model)
-        self._owed.settle()
         try:
-            costs = self._device.execute(start.trainer)
+            costs = self._log.execute(start.trainer)
             assert isinstance(costs, TrainerOpened)
             if not is_checked:
                 info = costs.other or self._device.info
                 check_examples([*examples, *validation], info, vocab_size=costs.vocab_size)
             return self._job(start, name, config, examples, validation, costs=costs, questions=questions, tenant=tenant)
         except BaseException:
-            self._owed.add(DropTrainer(job_id))
+            self._log.send(DropTrainer(job_id))
             with suppress(DeviceGoneError):
-                self._owed.settle()
+                self._log.flush()
             raise
 
     def _job(

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Iterable
 
-from coserve.devices.base import Device
 from coserve.devices.job_messages import DropPack
+from coserve.engine.command_log import CommandLog
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.job import Job
-from coserve.engine.owed_commands import OwedCommands
 from coserve.engine.page_broker import MomentsNeed, PageBroker
 from coserve.errors import BudgetError, DeviceMemoryError
-from coserve.memory.pack_pages import PackPages
 
 
 class JobPacks:
@@ -17,10 +15,9 @@ class JobPacks:
 
     def __init__(
         self,
-        device: Device,
+        log: CommandLog,
         pages: PageBroker,
         swap: HostSwap,
-        owed: OwedCommands,
         *,
         on_drop: Callable[[Job], None],
         on_memory_error: Callable[[Job, str], None],
@@ -28,7 +25,7 @@ class JobPacks:
         """on_drop: told of packs that will be begun again. on_memory_error: of packs that could not begin, with the
         device's reason.
         """
-        self._device, self._pages, self._swap, self._owed = device, pages, swap, owed
+        self._log, self._pages, self._swap = log, pages, swap
         self._on_drop, self._on_memory_error = on_drop, on_memory_error
 
     def num_pages(self, job: Job) -> int:
@@ -46,9 +43,6 @@ class JobPacks:
         if (pack := job.wants_pack) is None or _waits_for_another(job, others):
             return False
         away = job.packs.swapped
-        if away is not None and not self._swap.has_pack(job.id, away.num_pages):
-            self.drop(job)  # copies were lost; the plan is for a pack that was further
-            return False
         whole = job.packs.group_pages(pack.num_rows, self._pages.pool.page_bytes)
         try:
             sizes = whole if away is None else away.group_pages
@@ -57,20 +51,15 @@ class JobPacks:
         except BudgetError:  # enough pages, but not side by side
             return False
         try:
-            self._owed.settle()
-            self._pages.flush_leaving(self._device)
             if away is not None:
                 self._swap.bring_back_pack(job.id, pages.pages)
-            self._swap.flush(self._device)  # what lay in its pages leaves them first
-            self._pages.flush(self._device)
-            self._device.execute(job.packs.command_to_begin(pages))
+            self._log.execute(job.packs.command_to_begin(pages))
         except DeviceMemoryError as error:  # no memory beside the pages
-            self._give_back(job, pages)
+            pages.release()
             self._on_memory_error(job, str(error))
-            self._owed.settle()
             return False
         except BaseException:
-            self._give_back(job, pages)
+            pages.release()
             raise
         job.packs.begin(pages)
         self._swap.release_pack(job.id)
@@ -89,14 +78,8 @@ class JobPacks:
         """Its pack, in memory or on the host, is to be begun again."""
         self._swap.release_pack(job.id)
         job.drop_pack()
-        self._owed.add(DropPack(job.id))
+        self._log.send(DropPack(job.id))
         self._on_drop(job)
-
-    def _give_back(self, job: Job, pages: PackPages) -> None:
-        """It could not begin."""
-        pages.release()
-        if job.id in self._pages.cache.optimizers.coming:
-            self._pages.cache.optimizers.withdraw(job.id)
 
     def _moments_need(self, job: Job) -> MomentsNeed | None:
         if not job.costs.moments_need_pages:

@@ -1,14 +1,13 @@
 """The jobs of an engine: which there are, what their owners ask of them, and what the step loop tells them."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 
 from coserve.devices.base import Device
 from coserve.devices.job_messages import DropTrainer
-from coserve.devices.messages import Command
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.engine.answers import Answers
 from coserve.engine.checkpoint import Checkpoint, TakenCopy
+from coserve.engine.command_log import CommandLog
 from coserve.engine.host_swap import HostOwner, HostSwap
 from coserve.engine.job import Job, JobEvent
 from coserve.engine.job_copies import JobCopies
@@ -19,11 +18,10 @@ from coserve.engine.job_packs import JobPacks
 from coserve.engine.job_steps import JobSteps
 from coserve.engine.job_turns import JobTurns
 from coserve.engine.optimizer_swap import OptimizerSwap
-from coserve.engine.owed_commands import OwedCommands
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.records import WindowUse
 from coserve.engine.served_adapters import ServedAdapters
-from coserve.errors import DeviceGoneError, DeviceMemoryError, JobError
+from coserve.errors import DeviceMemoryError, JobError
 from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel
@@ -34,9 +32,8 @@ from coserve.tuning.shard import Combination
 class JobSet(Mapping[str, Job]):
     """Every job that has not been forgotten, by id: what is asked and told of them; parts of it do the rest.
 
-    A caller can be interrupted in any command to the device, and then does not know whether it was done. So what
-    happens is booked first. What the device must do for it is owed until it has been done (again, if need be), and is
-    done before anything else is asked of it; what follows from an optimizer step is due until it has followed.
+    A caller can be interrupted in any command to the device. So what happens is booked first, and the command stands in
+    the log until it has been done (`command_log.py`); what follows from an optimizer step is due until it has followed.
     """
 
     def __init__(
@@ -48,42 +45,38 @@ class JobSet(Mapping[str, Job]):
         counters: TokenCounters,
         latency: LatencyModel,
         *,
-        owed: OwedCommands,
+        log: CommandLog,
         answers: Answers,
         emit: Callable[[JobEvent], None],
-        send: Callable[[Command], None],
     ) -> None:
-        """owed: what the device must do, shared with others. answers: to validation sets. emit: takes events. send:
-        has the device do a command with the next step.
-        """
-        self._device, self._counters, self._owed = device, counters, owed
+        """answers: to validation sets. emit: takes events."""
+        self._clock, self._counters, self._log = device.clock, counters, log
         self._answers = answers
         self._jobs: dict[str, Job] = {}
         self._turns = JobTurns()
         self._num_tokens_forgotten = self._num_drops_forgotten = self._num_turns = 0
-        self._optimizers = OptimizerSwap(device, pages, swap, owed, latency)
-        self._copies = JobCopies(device, owed, send)
+        self._optimizers = OptimizerSwap(log, pages, swap, latency)
+        self._copies = JobCopies(device, log)
         self._endings = JobEndings(
-            device,
+            device.clock,
             pages,
             swap,
             counters,
-            owed=owed,
+            log=log,
             optimizers=self._optimizers,
             answers=answers,
             emit=emit,
             jobs=self._jobs,
         )
         self._packs = JobPacks(
-            device,
+            log,
             pages,
             swap,
-            owed,
             on_drop=lambda job: emit(job.event("pack_dropped", device.clock.now())),
             on_memory_error=self._endings.note_memory_failure,
         )
         self._milestones = JobMilestones(device, adapters, answers, self._endings, emit)
-        self._exchange = JobExchange(device, self._copies, self._milestones, emit)
+        self._exchange = JobExchange(device.clock, log, self._copies, self._milestones, emit)
         self._steps = JobSteps(
             self._jobs,
             self._packs,
@@ -211,13 +204,13 @@ class JobSet(Mapping[str, Job]):
         """
         job = self._living(job_id)
         if job.has_pack:
-            self._packs.put_away(job, self._device.clock.now())
+            self._packs.put_away(job, self._clock.now())
         if job.state == "running":
             self._counters.leave(job.tenant)
         job.state = "paused"
         self._answers.cancel(job)
         self._optimizers.put_away(job)
-        self.settle()
+        self._log.flush()
 
     def resume(self, job_id: str) -> None:
         """The inverse."""
@@ -229,7 +222,7 @@ class JobSet(Mapping[str, Job]):
     def cancel(self, job_id: str) -> None:
         """End it at once; versions that it has published stay."""
         self._endings.end(self._living(job_id), "cancelled")
-        self.settle()
+        self._log.flush()
 
     def forget(self, job_id: str) -> None:
         """Let go of a job that is over; versions that it has published stay."""
@@ -239,9 +232,8 @@ class JobSet(Mapping[str, Job]):
         self._num_tokens_forgotten += job.num_tokens_trained
         self._num_drops_forgotten += job.num_drops
         del self._jobs[job_id]
-        # At once, as it is opened: another job may have the id before the next step.
-        self._owed.add(DropTrainer(job_id))
-        self.settle()
+        self._log.send(DropTrainer(job_id))
+        self._log.flush()
 
     def checkpoint(self, job_id: str) -> Checkpoint:
         """A copy of a job after its last whole optimizer step (of one that is over, without the optimizer's state).
@@ -262,8 +254,7 @@ class JobSet(Mapping[str, Job]):
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Do what is owed and due."""
-        self._owed.settle()
+        """Do what is due."""
         for job in list(self._jobs.values()):
             if job.optimizer_away and job.state == "running" and not job.memory_failures.num_turns:
                 self._bring_back_optimizer(job)
@@ -274,11 +265,6 @@ class JobSet(Mapping[str, Job]):
             if job.follow_due or job.answers_due:
                 self._milestones.follow(job)
             self._optimizers.hold(job)
-        self._owed.settle()
-
-    def settle(self) -> None:
-        """Have the device do what is owed; one that is gone is owed nothing."""
-        self._owed.settle()
 
     # -- packs ------------------------------------------------------------------------
 
@@ -295,9 +281,8 @@ class JobSet(Mapping[str, Job]):
 
     def drop(self, job: Job) -> None:
         """Take its pack's pages; the pack comes back from the host later, or is begun again."""
-        self._packs.put_away(job, self._device.clock.now())
+        self._packs.put_away(job, self._clock.now())
         self._optimizers.hold(job)
-        self.settle()
 
     def count_turn(self) -> None:
         """The step loop turns: those that are held back come nearer to their return."""
@@ -335,8 +320,6 @@ class JobSet(Mapping[str, Job]):
     def abandon(self, batch: StepBatch, error: BaseException) -> None:
         """The device failed: the step's packs and updates are in an unknown state. All else is as it was."""
         self._steps.abandon(batch, error)
-        with suppress(DeviceGoneError):  # it may not take a command any more
-            self.settle()
 
     def _living(self, job_id: str) -> Job:
         job = self.find(job_id)

@@ -5,12 +5,11 @@ A job for whose moments a device has no memory beside the pool (`TrainerOpened.m
 makes an optimizer step, only while they lie in pages.
 """
 
-from coserve.devices.base import Device
 from coserve.devices.job_messages import group_bytes
 from coserve.devices.swap_messages import SwapInTensors, SwapOutTensors
+from coserve.engine.command_log import CommandLog
 from coserve.engine.host_swap import HostOwner, HostSwap
 from coserve.engine.job import Job
-from coserve.engine.owed_commands import OwedCommands
 from coserve.engine.page_broker import PageBroker
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.swapping import optimizer_swap_pays
@@ -19,10 +18,8 @@ from coserve.scheduling.swapping import optimizer_swap_pays
 class OptimizerSwap:
     """Jobs know whether theirs is away (`Job.optimizer_away`)."""
 
-    def __init__(
-        self, device: Device, pages: PageBroker, swap: HostSwap, owed: OwedCommands, latency: LatencyModel
-    ) -> None:
-        self._device, self._pages, self._swap, self._owed, self._latency = device, pages, swap, owed, latency
+    def __init__(self, log: CommandLog, pages: PageBroker, swap: HostSwap, latency: LatencyModel) -> None:
+        self._log, self._pages, self._swap, self._latency = log, pages, swap, latency
 
     def is_ready(self, job: Job) -> bool:
         """Whether its moments lie where a step can be made with them, if it had one to make."""
@@ -46,17 +43,9 @@ class OptimizerSwap:
         if not costs.moments_need_pages:
             rows = job.config.pack_tokens
             num_pack_pages = sum([self._pages.num_pages(group_bytes(group, rows)) for group in costs.training])
-        self._owed.settle()
-        self._flush()
         self._pages.place_optimizer(
             job.id, costs.optimizer_bytes, num_pack_pages=num_pack_pages, needs_pages=costs.moments_need_pages
         )
-        if job.id in optimizers.runs:
-            try:
-                self._flush()
-            except BaseException:
-                optimizers.withdraw(job.id)
-                raise
 
     def put_away(self, job: Job) -> None:
         """A job rests: to the host, if it has moments, that pays, and there is room; else beside the pool."""
@@ -74,7 +63,7 @@ class OptimizerSwap:
             return
         if (slots := self._swap.keep_tensors(_owner(job), num_bytes)) is not None:
             job.optimizer_away = True
-            self._owed.add(SwapOutTensors(job=job.id, slots=slots))
+            self._log.send(SwapOutTensors(job=job.id, slots=slots))
             self._pages.cache.optimizers.release(job.id)
 
     def bring_back(self, job: Job) -> None:
@@ -82,7 +71,7 @@ class OptimizerSwap:
         if job.optimizer_away:
             self.place(job)
             try:
-                self._device.execute(SwapInTensors(job=job.id, slots=self._swap.tensor_slots(_owner(job))))
+                self._log.execute(SwapInTensors(job=job.id, slots=self._swap.tensor_slots(_owner(job))))
             except BaseException:
                 self._pages.cache.optimizers.withdraw(job.id)
                 raise
@@ -94,12 +83,6 @@ class OptimizerSwap:
         job.optimizer_away = False
         self._swap.release_tensors(_owner(job))
         self._pages.cache.optimizers.release(job.id)
-
-    def _flush(self) -> None:
-        """What is still to leave pages leaves them, before anything comes into them."""
-        self._pages.flush_leaving(self._device)
-        self._swap.flush(self._device)
-        self._pages.flush(self._device)
 
 
 def _owner(job: Job) -> HostOwner:

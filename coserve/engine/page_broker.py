@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from coserve.devices.base import Device
 from coserve.devices.job_messages import OtherModel, PlaceOptimizer, ResizeWindow
 from coserve.devices.messages import Command
 from coserve.errors import BudgetError
@@ -43,14 +42,19 @@ class PageBroker:
         num_pages: int,
         page_bytes: int,
         block_tokens: int,
+        send: Callable[[Command], None],
         num_state_pages: int = 0,
         max_window_bytes: int | None = None,
     ) -> None:
-        """num_state_pages: see `KvCache`. max_window_bytes: of the window of weights; None: of the whole pool."""
+        """send: has the device follow with moments and weights. num_state_pages: see `KvCache`. max_window_bytes: of
+        the window of weights; None: of the whole pool.
+        """
         self.max_window_bytes = num_pages * page_bytes if max_window_bytes is None else max_window_bytes
         self.pool = PagePool(num_pages, page_bytes)
         self.cache = KvCache(self.pool, block_tokens=block_tokens, num_state_pages=num_state_pages)
         self.window = self.cache.window  # of weights of models that jobs train beside the one that serves
+        self.window.on_resize = lambda run: send(ResizeWindow(run.start, len(run)))
+        self.cache.optimizers.on_place = lambda job, run: send(PlaceOptimizer(job, run.start, len(run)))
         # Sizes of groups that could not be had since the last change, and why.
         self._refused: dict[tuple[int, ...], str] = {}
         self._refused_at = 0
@@ -74,42 +78,6 @@ class PageBroker:
         """Of packs of a job on another model."""
         least, most = self.num_pages(other.least_bytes), self.num_pages(other.all_bytes)
         return WindowNeed(least, max(least, min(most, self.max_window_bytes // self.pool.page_bytes)))
-
-    def take_commands(self) -> list[Command]:
-        """What the device must do before all else that is done with pages."""
-        if found := self._untold():
-            self.note_told()
-        return found
-
-    def note_told(self, *, heard: bool = True) -> None:
-        """The device was told all; heard: whether that is known."""
-        self.cache.optimizers.note_told(heard=heard)
-        self.window.note_told(heard=heard)
-
-    def _untold(self) -> list[Command]:
-        """Moments and weights leave pages before moments come into them."""
-        coming = self.cache.optimizers.coming.items()
-        return [*self._leaving(), *[PlaceOptimizer(job, run.start, len(run)) for job, run in coming]]
-
-    def _leaving(self) -> list[Command]:
-        found: list[Command] = [PlaceOptimizer(job, 0, 0) for job in self.cache.optimizers.leaving]
-        if self.window.has_changed:
-            found.append(ResizeWindow(self.window.run.start, len(self.window.run)))
-        return found
-
-    def flush_leaving(self, device: Device) -> None:
-        """Have it do that now of which others need the pages; `flush` is still to come."""
-        for command in self._leaving():
-            device.execute(command)
-        self.window.note_told()
-
-    def flush(self, device: Device) -> None:
-        """Have it do all of that now."""
-        if commands := self._untold():
-            self.note_told(heard=False)  # until it has done them
-            for command in commands:
-                device.execute(command)
-            self.note_told()
 
     def take_pack(
         self,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from coserve.devices.base import Device
 from coserve.engine.answers import Answers, Decode
 from coserve.engine.calibration import Calibration
-from coserve.engine.command_queue import CommandQueue
+from coserve.engine.command_log import CommandLog
 from coserve.engine.config import EngineConfig
 from coserve.engine.grammars import FindPieces, Grammars
 from coserve.engine.handed_over import HandedOver
@@ -13,7 +13,6 @@ from coserve.engine.host_swap import HostSwap
 from coserve.engine.job_opening import JobOpener
 from coserve.engine.job_set import JobSet
 from coserve.engine.outbox import Outbox
-from coserve.engine.owed_commands import OwedCommands
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.request import Chunk
 from coserve.engine.request_queue import RequestQueue
@@ -47,21 +46,22 @@ class EngineParts:
         self.latency = latency
         self.outbox = Outbox()
         self.default_slo = DefaultSlo(latency, ttft_s=config.ttft_s, tpot_s=config.tpot_s)
-        self.calibration = Calibration(device, latency, self.default_slo)
+        self.log = CommandLog(device)
+        send = self.log.send
+        self.calibration = Calibration(self.log, info, latency, self.default_slo)
         self.counters = TokenCounters(policy.token_weights)
         self.pages = PageBroker(
             num_pages=info.num_pages,
             page_bytes=info.page_bytes,
             block_tokens=info.block_tokens,
+            send=send,
             num_state_pages=info.num_state_pages,
             max_window_bytes=config.weight_window_bytes,
         )
-        self.swap = HostSwap(self.pages.cache, info, latency)
-        self.handed = HandedOver(self.pages.cache)
+        self.swap = HostSwap(self.pages.cache, info, latency, send)
+        self.handed = HandedOver(self.pages.cache, send)
         self.requests = RequestQueue(self.pages.cache, self.swap, self.handed, self.counters)
-        owed = OwedCommands(device, self.swap)
-        self.adapters = ServedAdapters(device, self.swap, owed, most=config.max_adapters)
-        commands = CommandQueue()
+        self.adapters = ServedAdapters(device, self.log, self.swap, most=config.max_adapters)
         ends = frozenset(token for token in end_tokens if 0 <= token < info.vocab_size)
         self.grammars = Grammars(device, ends, find_pieces)
         self.serving = Serving(
@@ -76,9 +76,9 @@ class EngineParts:
             shares_prefixes=config.share_prefixes,
             text_stream=text_stream,
             emit=self._emit,
-            send=commands.send,
+            send=send,
         )
-        self.opener = JobOpener(device, self.pages, self.adapters, owed, config.trainable_models)
+        self.opener = JobOpener(device, self.pages, self.adapters, self.log, config.trainable_models)
         self._answers = Answers(self.adapters, self.serving, device, decode=decode)
         self.jobs = JobSet(
             device,
@@ -87,10 +87,9 @@ class EngineParts:
             self.adapters,
             self.counters,
             latency,
-            owed=owed,
+            log=self.log,
             answers=self._answers,
             emit=self.outbox.put,
-            send=commands.send,
         )
         self.loop = StepLoop(
             device,
@@ -98,15 +97,14 @@ class EngineParts:
             config,
             policy=policy,
             default_slo=self.default_slo,
+            log=self.log,
             pages=self.pages,
             swap=self.swap,
-            handed=self.handed,
             requests=self.requests,
             serving=self.serving,
             adapters=self.adapters,
             jobs=self.jobs,
             counters=self.counters,
-            commands=commands,
             keep_profile=keep_profile,
         )
 

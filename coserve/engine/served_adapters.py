@@ -12,8 +12,8 @@ from coserve.devices.base import Device
 from coserve.devices.job_messages import PublishVersion, TrainerOpened
 from coserve.devices.messages import DropVersion, OpenVersion, SaveAdapter, VersionOpened
 from coserve.devices.swap_messages import SwapInTensors, SwapOutTensors
+from coserve.engine.command_log import CommandLog
 from coserve.engine.host_swap import HostOwner, HostSwap
-from coserve.engine.owed_commands import OwedCommands
 from coserve.engine.versions import AdapterVersion, AdapterVersions
 
 
@@ -40,12 +40,12 @@ class AdapterLoad:
 class ServedAdapters:
     """The versions on one device."""
 
-    def __init__(self, device: Device, swap: HostSwap, owed: OwedCommands, *, most: int) -> None:
-        """owed: what the device must do, shared with others. most: how many of those that lie on disk stay on the
-        device, and how many versions of any kind if some can go to the host instead.
+    def __init__(self, device: Device, log: CommandLog, swap: HostSwap, *, most: int) -> None:
+        """most: how many of those that lie on disk stay on the device, and how many versions of any kind if some can
+        go to the host instead.
         """
         self.versions = AdapterVersions()
-        self._device, self._swap, self._owed, self._most = device, swap, owed, most
+        self._device, self._log, self._swap, self._most = device, log, swap, most
         self._away: dict[str, AdapterVersion] = {}  # on the host, by key
         self._tried_at: tuple[int, ...] = ()  # the state in which no more could go there
         # Two counts: that of loads begun beside steps, which no recording has, must not show in the keys of the others.
@@ -86,7 +86,7 @@ class ServedAdapters:
         """
         key = self.versions.new_key(name, step)
         with self.versions.given_up(key):
-            self._device.execute(PublishVersion(job, key))
+            self._log.execute(PublishVersion(job, key))
         return self.versions.publish(
             name,
             step,
@@ -122,7 +122,7 @@ class ServedAdapters:
         """Write a version (`name` or `name@step`) in PEFT's format."""
         key = self.versions.resolve(label).key
         self.bring_back(key)
-        self._device.execute(SaveAdapter(key, directory))
+        self._log.execute(SaveAdapter(key, directory))
 
     def take_unread(self) -> list[DropVersion]:
         """What the device is to let go of: versions that no request reads and no name finds any more."""
@@ -154,9 +154,10 @@ class ServedAdapters:
         for version in idle[: self._num_excess]:
             if (slots := self._swap.keep_tensors(("version", version.key), version.num_bytes)) is not None:
                 self._away[version.key] = version
-                self._owed.add(SwapOutTensors(version=version.key, slots=slots))
+                self._log.send(SwapOutTensors(version=version.key, slots=slots))
         self._tried_at = self._state
-        self._owed.settle()
+        if idle:
+            self._log.flush()  # at once: they are large
 
     @property
     def _state(self) -> tuple[int, ...]:
@@ -169,8 +170,7 @@ class ServedAdapters:
     def bring_back(self, key: str) -> None:
         """Have a version on the device, if it lies on the host; not within a step. DeviceMemoryError: it is not yet."""
         if key in self._away:
-            self._owed.settle()
-            self._device.execute(SwapInTensors(version=key, slots=self._swap.tensor_slots(("version", key))))
+            self._log.execute(SwapInTensors(version=key, slots=self._swap.tensor_slots(("version", key))))
             del self._away[key]
             self._swap.note_tensors_back(("version", key))
 

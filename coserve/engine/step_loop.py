@@ -10,13 +10,11 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from coserve.devices.base import Device
-from coserve.devices.job_messages import PlaceOptimizer, ResizeWindow
-from coserve.devices.messages import ImportPages, OpenRequest
+from coserve.devices.job_messages import PlaceOptimizer
 from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.devices.swap_messages import MovePages, SwapIn, SwapOut
-from coserve.engine.command_queue import CommandQueue
+from coserve.devices.swap_messages import MovePages
+from coserve.engine.command_log import CommandLog
 from coserve.engine.config import EngineConfig
-from coserve.engine.handed_over import HandedOver
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.job_set import JobSet
 from coserve.engine.page_broker import PageBroker
@@ -64,27 +62,24 @@ class StepLoop:
         *,
         policy: Policy,
         default_slo: DefaultSlo,
+        log: CommandLog,
         pages: PageBroker,
         swap: HostSwap,
-        handed: HandedOver,
         requests: RequestQueue,
         serving: Serving,
         adapters: ServedAdapters,
         jobs: JobSet,
         counters: TokenCounters,
-        commands: CommandQueue,
         keep_profile: Callable[[Profile], None] | None,
     ) -> None:
-        """commands: for the device, with the next step; requests and jobs add to them, too. keep_profile: see
-        `EngineCore`.
-        """
+        """keep_profile: see `EngineCore`."""
         self._device, self._latency, self._config = device, latency, config
-        self._pages, self._swap, self._handed = pages, swap, handed
+        self._log, self._pages, self._swap = log, pages, swap
         self._requests, self._serving = requests, serving
         self._adapters, self._jobs, self._counters = adapters, jobs, counters
         self.times = TenantTimes(config.tenant_weights)
         self._charges = TenantCharges(self.times, requests, jobs)
-        self._commands, self._keep_profile = commands, keep_profile
+        self._keep_profile = keep_profile
         self._default_slo = default_slo
         self.policy = policy
         self.num_steps = 0
@@ -123,17 +118,15 @@ class StepLoop:
         self.last_plan, self.last_result = plan, None
         self._jobs.count_turn()
         if plan.runs_nothing:
-            self.flush_commands()
+            self._log.flush()
             return False
-        own = (*self._pages.take_commands(), *self._swap.take_commands(), *self._handed.take_commands())
-        commands = (*own, *self._commands.take_all())
-        batch = build_batch(self.num_steps, plan, self._requests, self._jobs, commands)
+        batch = build_batch(self.num_steps, plan, self._requests, self._jobs, self._log.head())
         self._step = _Begun(view, plan, batch, started_s)
         try:
-            self._device.submit(batch)
+            self._log.submit(batch)
         except BaseException as error:
             self._step = None
-            self._take_back(batch, error)
+            self._forget(batch, error)
             raise
         return True
 
@@ -142,12 +135,9 @@ class StepLoop:
         if self._step is not None:
             step, self._step = self._step, None
             try:
-                result = self._device.collect()
+                result = self._log.collect()
             except BaseException as error:
-                self._swap.lose(step.batch.commands)
-                self._pages.note_told(heard=False)
-                self._close_running()  # tokens that nobody has heard of may count as used there
-                self._jobs.abandon(step.batch, error)
+                self._forget(step.batch, error)
                 raise
             now_s = self._device.clock.now()
             self.last_result = result
@@ -159,24 +149,17 @@ class StepLoop:
         self.drop_unread_versions()
         if not (self._requests or self._jobs.num_running):
             self._charges.note_rest()
-            self.flush_commands()  # there may be no further step
+            self._log.flush()  # there may be no further step
 
-    def _take_back(self, batch: StepBatch, error: BaseException) -> None:
-        """A step could not begin. Which of its commands, and of its requests' pages, the device knows of is not known:
-        all requests that run are closed, and opened again when they are admitted.
-        """
-        own = OpenRequest | SwapOut | SwapIn | ImportPages | ResizeWindow | PlaceOptimizer
-        lost = [command for command in batch.commands if not isinstance(command, own)]
-        self._pages.note_told(heard=False)
-        self._commands.extendleft(reversed(lost))
-        self._swap.lose(batch.commands)
-        self._close_running()
+    def _forget(self, batch: StepBatch, error: BaseException) -> None:
+        """Give up a step of which it is not known how much has run; its commands are not lost (`CommandLog`)."""
+        self._close_running()  # pages may not have joined, and tokens that nobody has heard of may count as used
         self._jobs.abandon(batch, error)
 
     def _close_running(self) -> None:
         """What the device knows of the requests that run is not known: they are to be opened again."""
         for request in reversed(list(self._requests.running.values())):  # the first one is to be the first again
-            self._commands.send(self._requests.preempt(request))
+            self._log.send(self._requests.preempt(request))
 
     def _note_model_changes(self) -> None:
         """Tell those that wait, if the weights are others now."""
@@ -185,17 +168,7 @@ class StepLoop:
             self._num_model_changes = number
             self._requests.note_model_changes(number)
 
-    # -- commands without a step ------------------------------------------------------
-
-    def flush_commands(self) -> None:
-        """Tell the device now what it would be told with the next step."""
-        self._jobs.settle()
-        self._pages.flush(self._device)
-        self._swap.flush(self._device)
-        self._handed.flush(self._device)
-        while self._commands:
-            self._device.execute(self._commands[0])
-            self._commands.popleft()  # if the caller is interrupted before, it is done again: none of them minds
+    # -- adapters ---------------------------------------------------------------------
 
     def drop_unread_versions(self) -> None:
         """Have the device let go of adapters that no request reads and no name finds any more, and of those that nobody
@@ -204,8 +177,9 @@ class StepLoop:
         if self._step is not None:
             return
         if unread := self._adapters.take_unread():
-            self._commands.extend(unread)
-            self.flush_commands()  # at once: they are large, and there may be no further step
+            for command in unread:
+                self._log.send(command)
+            self._log.flush()  # at once: they are large, and there may be no further step
         self._adapters.make_room()
 
     def _bring_back_adapters(self) -> None:
@@ -233,7 +207,7 @@ class StepLoop:
                 self._requests,
                 self._jobs,
                 policy=self._config.policy,
-                send=self._commands.send,
+                send=self._log.send,
                 max_requests=self._config.max_requests,
                 num_units=self._device.info.num_units,
             )
@@ -263,12 +237,11 @@ class StepLoop:
         """Of requests that run, to free pages (`PageBroker.on_move`); False, nothing has moved, if there is no memory
         for it.
         """
-        self.flush_commands()  # all that names the pages as they are now
         try:
-            self._device.execute(MovePages(tuple(targets), tuple(targets.values())))
+            self._log.execute(MovePages(tuple(targets), tuple(targets.values())))
         except DeviceMemoryError:
             return False
-        except BaseException:  # where the device has them is not known; here they still are
+        except BaseException:  # they will be moved, or are; here they are where they were
             self._close_running()
             raise
         for request in self._requests.running.values():

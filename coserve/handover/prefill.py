@@ -185,7 +185,7 @@ class PrefillEnd:
         places = tuple(block - command.first_block for block in blocks)
         try:
             if blocks:
-                self._engine.device.execute(ExportPages(command.path, tuple(pages[block] for block in blocks), places))
+                self._engine.log.execute(ExportPages(command.path, tuple(pages[block] for block in blocks), places))
         except (OSError, ValueError, RuntimeError) as error:  # the file has gone: the prompt is not wanted any more
             self._engine.cancel(prompt.request)
             self._refuse(partner, command.id, f"its pages cannot be copied: {error}")

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 
 class HostBlocks:
-    """Slots by number. Questions: `num_used`, `slots_of`; verbs: `want`, `store`, `lose`; inverse of `want`: `release`.
+    """Slots by number. Questions: `num_used`, `slots_of`; verbs: `want`, `store`; inverse of `want`: `release`.
 
     Invariant, held by `check_integrity`: a slot is free, or the slot of one block that somebody wants.
     """
@@ -72,11 +72,6 @@ class HostBlocks:
     def slots_of_owner(self, owner: Hashable) -> list[int]:
         """The slots of all that somebody wants; none, if nothing."""
         return [self._slot[key] for key in self._wanted.get(owner, ())]
-
-    def lose(self, slots: Iterable[int]) -> None:
-        """What lies in these slots is not known."""
-        lost = set(slots)
-        self._stored = {key for key in self._stored if self._slot[key] not in lost}
 
     def check_integrity(self, owners: Iterable[Hashable]) -> None:
         """Assert the invariant, and that nobody but these requests has slots."""

@@ -5,7 +5,7 @@ the pool or on the host. What is held stays: the moments of a job that can make 
 pack in memory or its step is due. A device follows it with the tensors (`PlaceOptimizer`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from coserve.memory.pages import PagePool
 
@@ -22,9 +22,9 @@ class OptimizerPages:
     def __init__(self, pool: PagePool) -> None:
         self.num_lendable = self.num_let_go = 0
         self._pool = pool
+        self.on_place: Callable[[str, range], None] | None = None
+        """Called with a job and the run in which its moments lie from now on, which is empty for a place elsewhere."""
         self._runs: dict[str, range] = {}
-        self._told: dict[str, range | None] = {}  # that the device knows; None: not known
-        self._has_changed = False  # since it was told
         self._held: set[str] = set()
 
     @property
@@ -40,8 +40,9 @@ class OptimizerPages:
         """A run that was taken for it (`OWNER`) is the job's; it had none."""
         assert job not in self._runs
         self._runs[job] = run
-        self._has_changed = True
         self._count()
+        if self.on_place is not None:
+            self.on_place(job, run)
 
     def hold(self, job: str, *, is_held: bool) -> None:
         """Whether others cannot have the job's pages now."""
@@ -51,9 +52,8 @@ class OptimizerPages:
             self._count()
 
     def release(self, job: str) -> None:
-        """The job's moments are gone, or on the host: the device need not be told. No error if it has no run."""
-        self.withdraw(job)
-        self._told.pop(job, None)
+        """The job's moments are gone, or on the host: no place is reported for them. No error if it has no run."""
+        self._take_back(job)
 
     def lend(self, num_pages: int) -> None:
         """Have jobs' moments lie elsewhere until as many pages are free that were not, or none is left to lend."""
@@ -62,32 +62,17 @@ class OptimizerPages:
 
     def withdraw(self, job: str) -> int:
         """Have a job's moments lie elsewhere; returns how many pages are free now."""
+        num_pages = self._take_back(job)
+        if num_pages and self.on_place is not None:
+            self.on_place(job, _NOWHERE)
+        return num_pages
+
+    def _take_back(self, job: str) -> int:
         run = self._runs.pop(job, _NOWHERE)
         self._pool.give_back_runs(OWNER, [run])
-        self._has_changed = True
         self._held.discard(job)
         self._count()
         return len(run)
-
-    @property
-    def leaving(self) -> list[str]:
-        """Jobs whose moments lie in pages, as far as the device may know, that are theirs no more."""
-        if not self._has_changed:
-            return []
-        return [job for job, run in self._told.items() if run != _NOWHERE and run != self._runs.get(job, _NOWHERE)]
-
-    @property
-    def coming(self) -> dict[str, range]:
-        """By job, pages in which its moments lie now, and the device may not know of it."""
-        if not self._has_changed:
-            return {}
-        return {job: run for job, run in self._runs.items() if run != self._told.get(job)}
-
-    def note_told(self, *, heard: bool = True) -> None:
-        """The device was told; heard: whether that is known of all that it was ever told."""
-        self._has_changed = not heard
-        for job in {**self._told, **self._runs}:
-            self._told[job] = self._runs.get(job, _NOWHERE) if heard else None
 
     def _count(self) -> None:
         self.num_lendable = sum([len(run) for job, run in self._runs.items() if job not in self._held])

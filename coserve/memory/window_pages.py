@@ -4,7 +4,7 @@ A device follows it with the weights (`coserve.memory.weight_window`). Requests 
 it shrinks from below, where requests' pages come from, down to what the pack in memory cannot do without.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from coserve.memory.pages import PagePool
 
@@ -17,9 +17,9 @@ class WindowPages:
     def __init__(self, pool: PagePool) -> None:
         self.run = range(0)
         self.num_lendable = 0
+        self.on_resize: Callable[[range], None] | None = None
+        """Called with the run whenever it has become another one."""
         self._pool, self._least = pool, 0
-        self._told: range | None = self.run  # that the device knows; None: not known
-        self._has_begun = False
 
     def require(self, num_pages: int) -> None:
         """As many pages are to stay (0: none)."""
@@ -40,8 +40,7 @@ class WindowPages:
     def begin(self, run: range) -> None:
         """A run that was taken for it (`OWNER`) is the window; there was none."""
         assert not self.run
-        self.run, self._has_begun = run, True
-        self.require(self._least)
+        self._report(run)
 
     def room_below(self, most_pages: int, evictable: Collection[int]) -> range:
         """Pages right below it that it could have, until it has as many: free ones, and these."""
@@ -55,20 +54,16 @@ class WindowPages:
         """Take these pages right below it, which are free."""
         start = pages.start
         self._pool.take_these(OWNER, pages)
-        self.run = range(start, self.run.stop)
-        self.require(self._least)
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether the device knows another run, or none knows which it knows."""
-        return self.run != self._told
-
-    def note_told(self, *, heard: bool = True) -> None:
-        """The device was told of the run; heard: whether that is known. There is nothing to tell before the first."""
-        self._told = self.run if heard or not self._has_begun else None
+        if pages:
+            self._report(range(start, self.run.stop))
 
     def _set(self, run: range) -> None:
         if run != self.run:
             self._pool.give_back_runs(OWNER, [range(self.run.start, run.start)])
-            self.run = run if run else range(0)
-            self.require(self._least)
+            self._report(run if run else range(0))
+
+    def _report(self, run: range) -> None:
+        self.run = run
+        self.require(self._least)
+        if self.on_resize is not None:
+            self.on_resize(run)

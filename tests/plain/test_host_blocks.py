@@ -26,9 +26,6 @@ def test_blocks_are_found_once_they_were_stored_and_up_to_the_first_that_was_not
     (b,) = blocks.store([B])
     assert c[0] == 1 and b[0] == 0 and blocks.store([B, C]) == [], "copied once"
     assert blocks.slots_of([A, B, C]) == [] and blocks.slots_of([B, C]) == [b[1], c[1]]
-    blocks.lose([c[1]])
-    assert blocks.slots_of([B, C]) == [b[1]]
-    assert blocks.store([C]) == [(0, c[1])], "to the same slot, when it leaves the device again"
 
 
 def test_a_slot_is_free_when_nobody_wants_its_block():

@@ -4,8 +4,9 @@ from random import Random
 
 import pytest
 
-from coserve.devices.job_messages import PlaceOptimizer
-from coserve.engine.page_broker import MomentsNeed, PageBroker
+from coserve.devices.job_messages import PlaceOptimizer, ResizeWindow
+from coserve.devices.messages import Command
+from coserve.engine.page_broker import MomentsNeed, PageBroker, WindowNeed
 from coserve.errors import BudgetError
 from coserve.memory.pages import PagePool
 from coserve.memory.prefix_index import PrefixOwner
@@ -17,7 +18,7 @@ BLOCK, PAGE_BYTES = 4, 64
 
 def broker_with_prefixes(num_pages: int, lengths: list[int]) -> PageBroker:
     """A pool in which requests with this many whole blocks each have been answered, one after another."""
-    broker = PageBroker(num_pages=num_pages, page_bytes=PAGE_BYTES, block_tokens=BLOCK)
+    broker = PageBroker(num_pages=num_pages, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=list[object]().append)
     opened = []
     for number, num_blocks in enumerate(lengths):
         tokens = [number] * (num_blocks * BLOCK)
@@ -47,18 +48,19 @@ def test_a_run_of_neighbours_forgets_no_more_prefixes_than_lie_in_it():
 
 
 def test_requests_and_packs_take_the_pages_of_optimizers_as_if_they_were_free():
-    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK)
+    sent: list[Command] = []
+    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=sent.append)
     for job, num_pages in (("first", 6), ("second", 3)):
         broker.place_optimizer(job, num_pages * PAGE_BYTES, num_pack_pages=4)
     assert broker.cache.optimizers.runs == {"first": range(14, 20), "second": range(11, 14)}
-    assert broker.take_commands() == [PlaceOptimizer("first", 14, 6), PlaceOptimizer("second", 11, 3)]
+    assert sent == [PlaceOptimizer("first", 14, 6), PlaceOptimizer("second", 11, 3)]
     assert (broker.pool.num_free, broker.num_available) == (11, 20)
     pack = broker.take_pack([9, 4], 1)  # 11 pages are free: the youngest makes room
     assert broker.cache.optimizers.runs == {"first": range(14, 20)}
-    assert broker.take_commands() == [PlaceOptimizer("second", 0, 0)] and not broker.take_commands()
+    assert sent[2:] == [PlaceOptimizer("second", 0, 0)]
     request = broker.cache.open((), 7 * BLOCK)
     request.reserve(7 * BLOCK)
-    assert not broker.cache.optimizers.runs and broker.take_commands() == [PlaceOptimizer("first", 0, 0)]
+    assert not broker.cache.optimizers.runs and sent[3:] == [PlaceOptimizer("first", 0, 0)]
     broker.check_integrity(set(request.pages), [pack])
     request.close()
     pack.release()
@@ -66,7 +68,7 @@ def test_requests_and_packs_take_the_pages_of_optimizers_as_if_they_were_free():
 
 
 def test_optimizers_get_no_pages_that_others_would_take_at_once():
-    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK)
+    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=list[object]().append)
     for num_pages, num_pack_pages in ((11, 0), (8, 13)):  # more than half of the pool; too many beside a pack
         broker.place_optimizer("job", num_pages * PAGE_BYTES, num_pack_pages=num_pack_pages)
         assert not broker.cache.optimizers.runs
@@ -75,46 +77,54 @@ def test_optimizers_get_no_pages_that_others_would_take_at_once():
     assert broker.cache.optimizers.runs.keys() == {"job"}, "all of them have no more than half"
 
 
-def test_a_device_that_may_not_have_heard_is_told_again_where_optimizers_lie():
-    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK)
+def test_the_device_hears_in_order_where_optimizers_lie():
+    sent: list[Command] = []
+    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=sent.append)
     for job in ("first", "second", "third"):
         broker.place_optimizer(job, 3 * PAGE_BYTES, num_pack_pages=0)
-    assert broker.take_commands() == [
-        PlaceOptimizer("first", 17, 3),
-        PlaceOptimizer("second", 14, 3),
-        PlaceOptimizer("third", 11, 3),
-    ]
-    assert not broker.take_commands()
+    assert sent == [PlaceOptimizer("first", 17, 3), PlaceOptimizer("second", 14, 3), PlaceOptimizer("third", 11, 3)]
     broker.cache.optimizers.lend(1)
     broker.place_optimizer("fourth", 3 * PAGE_BYTES, num_pack_pages=0)
     told = [PlaceOptimizer("third", 0, 0), PlaceOptimizer("fourth", 11, 3)]
-    assert broker.take_commands() == told, "what leaves pages comes before what takes some"
-    broker.cache.optimizers.release("second")  # to the host, say
-    broker.note_told(heard=False)
-    everywhere = broker.take_commands()
-    assert set(everywhere[:3]) == {PlaceOptimizer(job, 0, 0) for job in ("first", "third", "fourth")}
-    assert everywhere[3:] == [PlaceOptimizer("first", 17, 3), PlaceOptimizer("fourth", 11, 3)]
+    assert sent[3:] == told, "what leaves pages comes before what takes some"
+    broker.cache.optimizers.release("second")  # to the host, say: its own command says so
+    broker.cache.optimizers.withdraw("third")
+    assert len(sent) == 5, "nothing has changed for the device"
+
+
+def test_the_device_hears_of_each_size_of_the_window():
+    sent: list[Command] = []
+    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=sent.append)
+    broker.window.clear()
+    assert not sent, "there is no window to end"
+    pack = broker.take_pack([4], 1, WindowNeed(3, 8))
+    assert sent[-1] == ResizeWindow(broker.window.run.start, len(broker.window.run))
+    pack.release()
+    broker.window.clear()
+    assert sent[-1] == ResizeWindow(0, 0)
+    broker.check_integrity(set(), [])
 
 
 def test_moments_that_lie_in_the_way_of_their_own_pack_get_pages_with_it():
-    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK)
+    sent: list[Command] = []
+    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=sent.append)
     broker.place_optimizer("above", 6 * PAGE_BYTES, num_pack_pages=0)
     broker.place_optimizer("job", 3 * PAGE_BYTES, num_pack_pages=0, needs_pages=True)
     broker.cache.optimizers.release("above")
     assert dict(broker.cache.optimizers.runs) == {"job": range(11, 14)}
-    broker.take_commands()
+    sent.clear()
     broker.cache.optimizers.hold("job", is_held=True)
     with pytest.raises(BudgetError):
         broker.take_pack([12], 1)
     pack = broker.take_pack([12, 5], 1, moments=MomentsNeed("job", 3))
     (run,) = broker.cache.optimizers.runs.values()
     assert len(run) == 3 and not broker.pool.num_free
-    assert broker.take_commands() == [PlaceOptimizer("job", 0, 0), PlaceOptimizer("job", run.start, 3)]
+    assert sent == [PlaceOptimizer("job", 0, 0), PlaceOptimizer("job", run.start, 3)]
     broker.check_integrity(set(), [pack], ["job"])
 
 
 def test_pages_that_are_held_are_nobody_elses():
-    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK)
+    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=list[object]().append)
     for job in ("first", "second"):
         broker.place_optimizer(job, 5 * PAGE_BYTES, num_pack_pages=0, needs_pages=True)
     broker.cache.optimizers.hold("first", is_held=True)
@@ -218,7 +228,7 @@ def test_each_run_is_the_cheapest_that_there_is_and_of_these_the_highest(seed: i
 
 
 def test_a_packs_groups_go_back_as_it_moves_on():
-    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK)
+    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=list[object]().append)
     pack = broker.take_pack([2, 1, 3, 4], 2)  # workspace, a part below the trained ones, two trained parts
     cursor = Cursor(num_rows=4, num_trained=2, num_parts=2)
     held = []

@@ -16,6 +16,7 @@ from zlib import crc32
 
 from msgspec.structs import replace
 
+from coserve.devices.command_count import CommandCount
 from coserve.devices.job_messages import (
     OPTIMIZER_FILE,
     BeginPack,
@@ -30,7 +31,16 @@ from coserve.devices.job_messages import (
     TrainerOpened,
     WriteCheckpoint,
 )
-from coserve.devices.messages import CloseRequest, Command, DropVersion, OpenRequest, OpenVersion, Reply, SaveAdapter
+from coserve.devices.messages import (
+    CloseRequest,
+    Command,
+    CountCommands,
+    DropVersion,
+    OpenRequest,
+    OpenVersion,
+    Reply,
+    SaveAdapter,
+)
 from coserve.devices.step_messages import RequestRows, StepBatch, StepResult, Update
 from coserve.devices.swap_messages import MovePack, MovePages, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.memory.pack_pages import PackPages
@@ -165,16 +175,18 @@ class LedgerDevice:
         self._host: dict[int, list[int]] = {}  # likewise, of the host
         self._away: set[str] = set()  # versions on the host
         self._num_packs = 0
+        self._count = CommandCount()
         self.num_packs_moved = self.num_pages_moved = self.num_optimizers_back = self.num_versions_back = 0
         self.num_optimizers_placed = 0
         self._result: StepResult | None = None
 
     def execute(self, command: Command) -> Reply:
-        if isinstance(command, SaveAdapter | WriteCheckpoint):  # which the modelled device cannot do
-            self._book(command)
-            return None
-        reply = self.inner.execute(command)
+        if isinstance(command, CountCommands):
+            return self._count.reply()
+        # Files are written by the ledger: the modelled device has nothing to write.
+        reply = None if isinstance(command, SaveAdapter | WriteCheckpoint) else self.inner.execute(command)
         self._book(command)
+        self._count.add(command)
         if isinstance(command, OpenTrainer):
             assert isinstance(reply, TrainerOpened)
             num_moment_pages = -(-reply.optimizer_bytes // self.info.page_bytes)
@@ -308,8 +320,7 @@ class LedgerDevice:
 
     @_book.register
     def _(self, command: OpenRequest) -> None:
-        before = self.requests.get(command.request)
-        assert before is None or before.opened is command, "it is open already"  # told again, after an interrupt
+        assert command.request not in self.requests, "it is open already"
         assert not command.version or command.version in self.versions
         name = command.request.rpartition("/")[0]
         prompt = self._prompts[name]

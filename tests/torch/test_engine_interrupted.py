@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,12 +27,15 @@ from coserve.adapters import LoraConfig
 from coserve.devices.job_messages import (
     BeginPack,
     CloseTrainer,
+    CombineContributions,
     DropCheckpoint,
     DropPack,
     DropTrainer,
     OpenTrainer,
     PublishVersion,
+    ReadContributions,
     TakeCheckpoint,
+    TakeContribution,
 )
 from coserve.devices.messages import DropVersion, OpenVersion
 from coserve.devices.step_messages import StepFailure
@@ -40,6 +44,7 @@ from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk
 from coserve.errors import DeviceGoneError
 from coserve.tuning.config import TuningConfig
+from coserve.tuning.shard import Combination, Shard
 
 LORA = LoraConfig(r=2, target_modules="all-linear", dropout=0.2)
 # Packs of an example or two, four optimizer steps.
@@ -212,6 +217,57 @@ def test_a_caller_may_be_interrupted_in_any_command(kind, after, undisturbed, tm
     until_done(engine.flush_commands)
     assert left_over(done) == set()
     assert sum(isinstance(command, kind) for command in done) >= 1
+
+
+def shared_job(directory: Path, kind: type | None = None, *, after: bool = False) -> dict[str, Any]:
+    """Train one node's part of a job, which gets its own gradients twice; a command may be interrupted once."""
+    engine = make_engine()
+    inner, left = watched(engine).inner, iter([True] if kind else [])
+    execute = inner.execute
+
+    def call(command: Any) -> Any:
+        interrupted = kind is not None and isinstance(command, kind) and next(left, False)
+        reply = execute(command) if after or not interrupted else None
+        if interrupted:
+            raise KeyboardInterrupt
+        return reply
+
+    def until_done(do: Callable[..., Any], *args: Any) -> Any:
+        while True:
+            with suppress(KeyboardInterrupt):
+                return do(*args)
+
+    inner.execute = call  # type: ignore[method-assign]
+    shard = Shard(
+        job="x",
+        index=0,
+        count=2,
+        synchronization="synchronous",
+        every_steps=1,
+        meet_every_steps=0,
+        directory=str(directory),
+    )
+    job = engine.submit_examples(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine", job_id="x.0", shard=shard)
+    while not engine.jobs[job].is_terminal:
+        until_done(engine.step)
+        exchange = engine.jobs[job].exchange
+        assert exchange is not None
+        if exchange.is_waiting:
+            written = directory / f"{engine.jobs[job].num_steps_done}"
+            written.mkdir(parents=True)
+            until_done(engine.contribution, job).write(written)
+            engine.device.execute(ReadContributions(job, (str(written),) * 2))
+            until_done(engine.combine, job, Combination(directories=(str(written),) * 2, num_trained=20))
+    assert engine.jobs[job].state == "succeeded" and next(left, None) is None
+    return parameters(engine, "mine", directory / "saved")
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("kind", [TakeContribution, CombineContributions], ids=lambda kind: kind.__name__)
+def test_gradients_of_a_shared_job_are_given_and_taken_once_where_a_caller_is_interrupted(kind, after, tmp_path):
+    plain = shared_job(tmp_path / "plain")
+    ours = shared_job(tmp_path / "interrupted", kind, after=after)
+    assert max(float((ours[name] - plain[name]).abs().max()) for name in plain) < 1e-6
 
 
 def test_a_caller_may_be_interrupted_while_a_live_job_that_resumes_is_served_again(tmp_path):

@@ -356,7 +356,7 @@ def test_what_was_dropped_never_touches_pages_that_are_no_longer_its_own():
 
 
 def test_a_job_gets_the_pages_of_prefixes_that_no_request_uses():
-    broker = PageBroker(num_pages=60, page_bytes=64, block_tokens=BLOCK)
+    broker = PageBroker(num_pages=60, page_bytes=64, block_tokens=BLOCK, send=list[object]().append)
     for seed in range(20):
         tokens = random_tokens(16, seed).tolist()
         sequence = broker.cache.open((), 16)
@@ -377,7 +377,10 @@ def test_the_window_of_weights_grows_into_prefixes_that_no_request_uses():
     """Requests take most of it. Once they are over, and nobody has used their blocks for a pack's time, the next pack
     has all of it again.
     """
-    broker, need = PageBroker(num_pages=60, page_bytes=64, block_tokens=BLOCK), WindowNeed(5, 40)
+    broker, need = (
+        PageBroker(num_pages=60, page_bytes=64, block_tokens=BLOCK, send=list[object]().append),
+        WindowNeed(5, 40),
+    )
     pack = broker.take_pack([8], 0, need)
     assert len(broker.window.run) == 40
     sequences = [broker.cache.open((), 40) for _ in range(4)]
@@ -405,7 +408,10 @@ def test_the_window_of_weights_grows_past_pages_of_requests():
     """Of four requests the last is right below it, and stays: its pages move aside, and the pack's own runs come to lie
     where the window does not grow to.
     """
-    broker, need = PageBroker(num_pages=80, page_bytes=64, block_tokens=BLOCK), WindowNeed(5, 40)
+    broker, need = (
+        PageBroker(num_pages=80, page_bytes=64, block_tokens=BLOCK, send=list[object]().append),
+        WindowNeed(5, 40),
+    )
     open_sequences: list[PagedSequence] = []
 
     def move(targets):

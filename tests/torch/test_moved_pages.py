@@ -145,7 +145,7 @@ def follow(broker: PageBroker, sequences: list[PagedSequence]) -> list[dict[int,
 @pytest.mark.parametrize("known", [True, False], ids=["prefixes", "free"])
 @pytest.mark.parametrize("sizes", [[8, 4], [1, 2], [4, 8], [2, 2, 2, 2, 2]])
 def test_a_pack_gets_its_runs_where_every_second_page_is_a_request_s(known, sizes):
-    broker = PageBroker(num_pages=40, page_bytes=64, block_tokens=BLOCK)
+    broker = PageBroker(num_pages=40, page_bytes=64, block_tokens=BLOCK, send=list[object]().append)
     sequences = scattered(broker, 4, 10)
     for number, sequence in enumerate(sequences if known else ()):
         sequence.commit(10 * BLOCK, [number] * (10 * BLOCK), PrefixOwner(""))
@@ -174,7 +174,7 @@ def test_a_pack_gets_its_runs_where_every_second_page_is_a_request_s(known, size
 
 
 def test_pages_of_requests_stay_where_prefixes_alone_leave_room():
-    broker = PageBroker(num_pages=40, page_bytes=64, block_tokens=BLOCK)
+    broker = PageBroker(num_pages=40, page_bytes=64, block_tokens=BLOCK, send=list[object]().append)
     one, other = (broker.cache.open((), 20 * BLOCK) for _ in range(2))
     for number, sequence in enumerate((one, other)):
         sequence.reserve(20 * BLOCK)
@@ -188,7 +188,7 @@ def test_pages_of_requests_stay_where_prefixes_alone_leave_room():
 
 @pytest.mark.parametrize("sizes", [[2], [17]], ids=["packs are in the way", "there are too few"])
 def test_nothing_moves_where_that_would_not_help(sizes):
-    broker = PageBroker(num_pages=40, page_bytes=64, block_tokens=BLOCK)
+    broker = PageBroker(num_pages=40, page_bytes=64, block_tokens=BLOCK, send=list[object]().append)
     packs = [broker.take_pack([1], 0) for _ in range(40)]
     for pack in packs[::2]:
         pack.release()
@@ -201,7 +201,7 @@ def test_nothing_moves_where_that_would_not_help(sizes):
 
 
 def test_a_device_that_has_no_memory_to_move_pages_leaves_all_as_it_was():
-    broker = PageBroker(num_pages=40, page_bytes=64, block_tokens=BLOCK)
+    broker = PageBroker(num_pages=40, page_bytes=64, block_tokens=BLOCK, send=list[object]().append)
     sequences = scattered(broker, 4, 10)
     for sequence in sequences[::2]:
         sequence.close()

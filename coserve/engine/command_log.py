@@ -1,0 +1,254 @@
+"""The ordered log of all commands to the device.
+
+**The rule.** Every command is appended to one list at the moment at which the engine's books change, and the device
+carries the list out in that order, each command once. So a part that sends a command need not know which others are
+still to come: what leaves a page stands before what comes into it, because the books had it in that order.
+
+- `send` appends a command that has no reply. It reaches the device with the next step, or before it.
+- A step takes all of the list (`head`, `submit`), and acknowledges it when it has ended (`collect`), also if it ran out
+  of memory.
+- `execute` appends a command, carries out the list up to it, and returns its reply. `flush` carries out all of it.
+- After an interruption (Ctrl-C in a call, an error of a step) it is not known how much of what was handed to the device
+  was done. The device is asked (`CountCommands`), and the rest is replayed before anything else. What was done, however
+  its caller ended, is not done again: what steps have written to pages since is never read as if it were older.
+- An error of a command is its answer: it has changed nothing, and is not replayed. It is raised to the caller that
+  waits for it; where none waits any more, it is logged.
+- A device that is gone is owed nothing.
+
+A caller that is interrupted in `execute` leaves its command in the list: it will be done. The caller gives up what came
+of it by a further command (`DropTrainer` after `OpenTrainer`), or asks again where that changes nothing.
+
+The commands of `messages.BESIDE_STEPS` go to the device beside this list: they may come from any thread, and their
+order with the others does not matter. All else comes through here: with a group of devices, each of them gets this
+list.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from coserve.devices.base import Device
+from coserve.devices.job_messages import BeginPack, PlaceOptimizer, ResizeWindow
+from coserve.devices.messages import (
+    BESIDE_STEPS,
+    CloseRequest,
+    Command,
+    CommandsCounted,
+    CountCommands,
+    ImportPages,
+    OpenRequest,
+    Reply,
+)
+from coserve.devices.step_messages import StepBatch, StepResult
+from coserve.devices.swap_messages import MovePack, MovePages, SwapIn
+from coserve.errors import CoserveError, DeviceGoneError
+
+_log = logging.getLogger(__name__)
+
+_WRITE_PAGES = (SwapIn, ImportPages, MovePages, MovePack, BeginPack, PlaceOptimizer)
+
+
+class _Entry:
+    """A command in the log, until the device has answered it."""
+
+    __slots__ = ("command", "is_done", "may_fail")
+
+    def __init__(self, command: Command, *, may_fail: bool = False) -> None:
+        self.command = command
+        self.is_done = False
+        self.may_fail = may_fail
+        """Whether an error concerns only a caller that may not wait any more."""
+
+
+class _Sent(NamedTuple):
+    """The first entries of the log while the device is at them: which are done is not known."""
+
+    entries: Sequence[_Entry]
+    num_answered: int
+    """Commands that the device had answered before the first of them."""
+
+
+class CommandLog:
+    """See the module. All but `send` is for the engine's thread, and, except `collect`, for between two steps.
+
+    Ctrl-C may come between any two of the statements here. So what is set first says that the outcome is not known
+    (`_sent`), and what follows from an answer can be set again.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._entries: list[_Entry] = []
+        self._sent: _Sent | None = None
+        self._step: _Sent | None = None  # of the last step
+        self._num_answered: int | None = None  # by the device; None: not known, as after an error
+        self._openings: set[str] = set()  # requests that a command in the log opens, and some more
+        self._is_gone = False
+
+    def send(self, command: Command) -> None:
+        """Append a command without a reply; any thread may."""
+        assert not isinstance(command, BESIDE_STEPS)
+        if self._is_gone:
+            return
+        if isinstance(command, CloseRequest):
+            self._forget_opening(command)
+        elif isinstance(command, ResizeWindow):
+            self._forget_resize()
+        elif isinstance(command, OpenRequest):
+            self._openings.add(command.request)
+        self._entries.append(_Entry(command))
+
+    def execute(self, command: Command) -> Reply:
+        """Carry out all that is in the log and then a command, and return its reply.
+
+        Raises:
+            CoserveError: See the command; it has changed nothing.
+        """
+        assert not isinstance(command, BESIDE_STEPS)
+        self.flush()
+        entry = _Entry(command, may_fail=True)
+        self._entries.append(entry)
+        reply: Reply = None
+        while not entry.is_done:  # other threads may have sent something before it
+            reply = self._do_first(entry)
+        return reply
+
+    def flush(self) -> None:
+        """Carry out all that is in the log, without a step."""
+        self._replay()
+        while self._entries:
+            self._do_first()
+
+    # -- steps ------------------------------------------------------------------------
+
+    def head(self) -> tuple[Command, ...]:
+        """Return the commands for the next step: all that there are, but for those that may fail: they are carried out
+        now.
+        """
+        self._replay()
+        while any(entry.may_fail for entry in self._entries):
+            self._do_first()
+        return tuple([entry.command for entry in self._entries])
+
+    def submit(self, batch: StepBatch) -> None:
+        """Begin a step with the commands of `head`; errors as of `Device.submit`."""
+        assert self._sent is None
+        entries = self._entries[: len(batch.commands)]
+        self._sent = self._step = _Sent(entries, self._known_count() if entries else 0)
+        try:
+            self._device.submit(batch)
+        except DeviceGoneError:
+            self._lose_device()
+            raise
+
+    def collect(self) -> StepResult:
+        """Wait for the step; its commands are done. Errors as of `Device.collect`."""
+        try:
+            result = self._device.collect()
+        except DeviceGoneError:
+            self._lose_device()
+            raise
+        if self._sent is self._step:  # unless that was found out meanwhile
+            self._acknowledge()
+        return result
+
+    # -- acknowledgements ---------------------------------------------------------------
+
+    def _do_first(self, awaited: _Entry | None = None) -> Reply:
+        """Have the device carry out the first command. An error is raised if its caller waits, or if it has none."""
+        entry = self._entries[0]
+        self._sent = _Sent((entry,), self._known_count())
+        try:
+            reply = self._device.execute(entry.command)
+        except DeviceGoneError:
+            self._lose_device()
+            raise
+        except Exception as error:
+            entry.is_done = True
+            self._num_answered = None  # it may not have come as far as the device
+            self._sent = None
+            self._trim()
+            if entry is awaited or not (entry.may_fail and isinstance(error, CoserveError | OSError)):
+                raise
+            _log.warning("a command whose caller was interrupted has failed: %s: %s", type(entry.command), error)
+            return None
+        self._acknowledge()
+        return reply
+
+    def _replay(self) -> None:
+        """Find out what the device has done of what it was handed last, and carry out the rest."""
+        if self._sent is None:
+            self._trim()  # where a caller was interrupted just before
+            return
+        entries, before = self._sent
+        if entries:
+            self._num_answered = None
+            num_done = self._known_count() - before
+            assert 0 <= num_done <= len(entries), "commands came to the device beside the log"
+            for entry in entries[:num_done]:
+                entry.is_done = True
+        rest = [entry for entry in entries if not entry.is_done]
+        for entry in rest:
+            entry.may_fail = True
+        self._sent = None
+        self._trim()
+        for entry in rest:
+            while not entry.is_done:
+                self._do_first()
+
+    def _acknowledge(self) -> None:
+        """Note that all that was sent is done."""
+        if self._sent is not None and self._sent.entries:
+            entries, before = self._sent
+            for entry in entries:
+                entry.is_done = True
+            self._num_answered = before + len(entries)
+        self._sent = None
+        self._trim()
+
+    def _trim(self) -> None:
+        while self._entries and self._entries[0].is_done:
+            del self._entries[0]
+        if not self._entries:
+            self._openings.clear()
+
+    def _known_count(self) -> int:
+        """Return how many commands the device has answered; it is asked only if that is not known."""
+        if self._num_answered is None:
+            try:
+                reply = self._device.execute(CountCommands())
+            except DeviceGoneError:
+                self._lose_device()
+                raise
+            assert isinstance(reply, CommandsCounted)
+            self._num_answered = reply.num_answered
+        return self._num_answered
+
+    def _lose_device(self) -> None:
+        self._is_gone = True
+        self._sent = None
+        self._entries.clear()
+
+    # -- what later commands make needless ------------------------------------------------
+
+    def _forget_opening(self, closed: CloseRequest) -> None:
+        """Put a command to close a request in the place of those that open it: its grammar may be gone by now."""
+        if closed.request not in self._openings:
+            return
+        for entry in self._entries:
+            if isinstance(entry.command, OpenRequest) and entry.command.request == closed.request:
+                entry.command = closed
+
+    def _forget_resize(self) -> None:
+        """Drop the last size of the window if nothing is written to pages between it and the next one.
+
+        A request takes pages one by one, and a window that is replaced shrinks to nothing first: weights that have room
+        in the last size stay where they are.
+        """
+        num_sent = 0 if self._sent is None else len(self._sent.entries)
+        for place in range(len(self._entries) - 1, num_sent - 1, -1):
+            command = self._entries[place].command
+            if isinstance(command, ResizeWindow):
+                del self._entries[place]
+                return
+            if isinstance(command, _WRITE_PAGES):
+                return
