@@ -135,6 +135,7 @@ class DropCheckpoint(msgspec.Struct, tag=True, frozen=True):
 class TakeContribution(msgspec.Struct, tag=True, frozen=True):
     """Take what a job's other nodes are to have of it (`coserve.tuning.shard`): the gradients since the last optimizer
     step, which are then the trainer's no more; or its progress. A copy as of `TakeCheckpoint`, with the same commands.
+    Nothing if there is a copy of this name already.
     """
 
     job: str
@@ -152,12 +153,12 @@ class ReadContributions(msgspec.Struct, tag=True, frozen=True):
 
 
 class CombineContributions(msgspec.Struct, tag=True, frozen=True):
-    """Take in the first `number` of those that were read, and not taken in yet. meets: with them, all nodes hold the
-    same.
+    """Take in those that were read, up to the `up_to`th since the trainer was opened; nothing if that has been done.
+    meets: with them, all nodes hold the same.
     """
 
     job: str
-    number: int
+    up_to: int
     meets: bool = False
 
 

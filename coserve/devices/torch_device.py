@@ -345,7 +345,8 @@ class TorchDevice:
         self._checkpoints[command.checkpoint] = self._trainers[command.job].checkpoint()
 
     def _take_contribution(self, command: TakeContribution) -> None:
-        self._checkpoints[command.checkpoint] = self._trainers[command.job].contribution()
+        if command.checkpoint not in self._checkpoints:
+            self._checkpoints[command.checkpoint] = self._trainers[command.job].contribution()
 
     def _read_contributions(self, command: ReadContributions) -> None:
         trainer = self._trainers.get(command.job)
@@ -353,7 +354,7 @@ class TorchDevice:
             exchange.read(command.directories)
 
     def _combine_contributions(self, command: CombineContributions) -> None:
-        self._trainers[command.job].combine(command.number, meets=command.meets)
+        self._trainers[command.job].combine(command.up_to, meets=command.meets)
 
     def _drop_checkpoint(self, command: DropCheckpoint) -> None:
         self._checkpoints.pop(command.checkpoint, None)

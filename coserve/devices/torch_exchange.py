@@ -27,7 +27,15 @@ class TorchExchange:
         """trained: what gradients are of, or what makes progress; float32, by name."""
         self._shard, self._trained = shard, trained
         self._base: dict[str, Tensor] = {}  # what all contributions so far have made, in the order of all nodes
+        self._next_base: dict[str, Tensor] | None = None  # what it is once `note_taken` says so
         self._read: list[dict[str, Tensor]] = []  # on the CPU; not taken in yet
+        self.num_taken = 0
+        """Contributions that were taken in so far."""
+
+    @property
+    def gives_gradients(self) -> bool:
+        """Whether contributions are gradients; else they are progress."""
+        return self._shard.gives_gradients
 
     def begin(self) -> None:
         """All nodes hold now what this one holds."""
@@ -58,28 +66,38 @@ class TorchExchange:
         self._read += found
 
     @torch.inference_mode()
-    def combine(self, number: int, optimizer: AdapterOptimizer, *, meets: bool) -> dict[str, Tensor] | None:
-        """Take in the first of those that were read. Returns the sum of their gradients, or continues with their
-        progress: the values are what it has made of them; where nodes meet, so are the moments.
+    def advance(self, up_to: int, optimizer: AdapterOptimizer, *, meets: bool) -> None:
+        """Continue with the progress of the contributions up to this one: the values are what it has made of them, and
+        where nodes meet, so are the moments. `note_taken` is to follow; until then it can be repeated.
         """
-        taken, self._read = self._read[:number], self._read[number:]
-        if self._shard.gives_gradients:
-            return self._sum(taken)
+        taken = self._read[: up_to - self.num_taken]
+        base = {name: tensor.clone() for name, tensor in self._base.items()}
         for contribution in taken:
-            for name, base in self._base.items():
-                base.add_(contribution[name].to(base.device), alpha=1.0 / self._shard.count)
-        for name, tensor in self._trained.items():
-            tensor.copy_(self._base[name])
+            for name, tensor in base.items():
+                tensor.add_(contribution[name].to(tensor.device), alpha=1.0 / self._shard.count)
+        means: dict[str, Tensor] = {}
         if meets:
             last = taken[-self._shard.count :]  # one of each node
-            for name, moment in optimizer.moments.items():
-                moment.copy_(torch.stack([each[name] for each in last]).mean(0))
-        return None
+            means = {name: torch.stack([each[name] for each in last]).mean(0) for name in optimizer.moments}
+        for name, tensor in self._trained.items():
+            tensor.copy_(base[name])
+        for name, mean in means.items():
+            optimizer.moments[name].copy_(mean)
+        self._next_base = base
 
-    def _sum(self, taken: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    @torch.inference_mode()
+    def sum_of(self, up_to: int) -> dict[str, Tensor]:
+        """Return the sum of the gradients up to this contribution, which `note_taken` forgets."""
         total: dict[str, Tensor] = {}
-        for gradients in taken:
+        for gradients in self._read[: up_to - self.num_taken]:
             for name, gradient in gradients.items():
                 on_device = gradient.to(self._trained[name].device)
                 total[name] = total[name].add_(on_device) if name in total else on_device
         return total
+
+    def note_taken(self, up_to: int) -> None:
+        """Contributions up to this one have been taken in."""
+        if self._next_base is not None:
+            self._base, self._next_base = self._next_base, None
+        del self._read[: up_to - self.num_taken]
+        self.num_taken = up_to

@@ -182,17 +182,22 @@ class TorchTrainer:
         """See `TakeContribution`."""
         assert self.exchange is not None and self.optimizer is not None
         self._join_last()
-        gradients, self._gradients = self._gradients, None
         moments = self.optimizer.moments | self.moments.away(on_device=False)
-        return TorchCopy(self.exchange.take(gradients, moments), self.adapter.backbone.device)
+        taken = TorchCopy(self.exchange.take(self._gradients, moments), self.adapter.backbone.device)
+        self._gradients = None  # last: where there was no memory, they are there still
+        return taken
 
-    def combine(self, number: int, *, meets: bool) -> None:
-        """See `CombineContributions`."""
+    def combine(self, up_to: int, *, meets: bool) -> None:
+        """See `CombineContributions`. What needs memory comes first, so that an error changes nothing."""
         assert self.exchange is not None and self.optimizer is not None
-        if (gradients := self.exchange.combine(number, self.optimizer, meets=meets)) is not None:
-            self._gradients = gradients
+        if up_to <= self.exchange.num_taken:
+            return
+        if self.exchange.gives_gradients:
+            self._gradients = self.exchange.sum_of(up_to)
         else:
+            self.exchange.advance(up_to, self.optimizer, meets=meets)
             self._apply()
+        self.exchange.note_taken(up_to)
 
     def checkpoint(self) -> "TorchCheckpoint":
         if self.optimizer is None:

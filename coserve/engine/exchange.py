@@ -17,19 +17,32 @@ class Exchange:
         self.combination: Combination | None = None
         self.common: Checkpoint | None = None
         self.num_trained: int | None = None
-        self.num_combined = 0
-        """Contributions of the combination that the device has taken in, or will: their command stands in its log."""
+        self.num_taken_in = 0
+        """Contributions that the device has taken in since the job was opened."""
+        self._num_before = 0  # of these, those of earlier combinations
         self.taking: TakenCopy | None = None
-        """The copy of a caller that asked for it, and was interrupted before it had it."""
+        """The copy of what this node contributes, until the combination comes, for all who ask for it."""
         self._step = 0
 
     def begin(self, step: int) -> None:
         """A contribution is made."""
+        self.taking = None
         self._step, self.is_waiting = step, True
+
+    def arrive(self, combination: Combination) -> None:
+        """What nodes have contributed is to be taken in, this node's among it; again, if a caller was interrupted."""
+        if self.combination is None:
+            self.taking, self._num_before = None, self.num_taken_in
+        self.combination = combination
+
+    @property
+    def num_combined(self) -> int:
+        """Contributions of the combination that the device has taken in."""
+        return self.num_taken_in - self._num_before
 
     def end(self, combination: Combination) -> None:
         """All of it has been taken in."""
-        self.is_waiting, self.combination, self.num_combined = False, None, 0
+        self.is_waiting, self.combination = False, None
         if self.shard.gives_gradients:
             self.num_trained = combination.num_trained
 

@@ -34,20 +34,15 @@ class JobCopies:
     def contribution(self, job: Job) -> TakenCopy:
         """Take what the other nodes of a job are to have.
 
-        Gradients can be taken once: a caller that was interrupted gets the same copy when it asks again.
+        Gradients can be taken once: until their combination comes, a caller that asks again gets the same copy, which
+        the device takes unless it has.
         """
         exchange = job.exchange
         assert exchange is not None
-        self._log.flush()  # also the command of a caller that was interrupted
         if exchange.taking is None:
             exchange.taking = self._new_copy(job)
-            try:
-                self._log.execute(TakeContribution(job.id, exchange.taking.id))
-            except Exception:
-                exchange.taking = None
-                raise
-        taken, exchange.taking = exchange.taking, None
-        return taken
+        self._log.execute(TakeContribution(job.id, exchange.taking.id))
+        return exchange.taking
 
     def _new_copy(self, job: Job) -> TakenCopy:
         self._num_taken += 1

@@ -7,7 +7,10 @@ from coserve.devices.job_messages import CombineContributions
 from coserve.engine.command_log import CommandLog
 from coserve.engine.job import Job, JobEvent
 from coserve.engine.job_copies import JobCopies
+from coserve.engine.job_endings import JobEndings
 from coserve.engine.job_milestones import JobMilestones
+from coserve.errors import DeviceMemoryError
+from coserve.tuning.shard import Combination
 
 
 class JobExchange:
@@ -19,9 +22,11 @@ class JobExchange:
         log: CommandLog,
         copies: JobCopies,
         milestones: JobMilestones,
+        endings: JobEndings,
         emit: Callable[[JobEvent], None],
     ) -> None:
-        self._clock, self._log, self._copies, self._milestones, self._emit = clock, log, copies, milestones, emit
+        self._clock, self._log, self._copies, self._emit = clock, log, copies, emit
+        self._milestones, self._endings = milestones, endings
 
     def take_part(self, job: Job) -> None:
         """Contribute what is due, and take in what has come."""
@@ -31,8 +36,16 @@ class JobExchange:
         if job.gradients_due:
             self.contribute(job)
         found = exchange.combination
-        if found is None or job.state != "running" or job.optimizer_away:
+        if found is None or job.state != "running" or job.optimizer_away or job.memory_failures.num_turns:
             return
+        try:
+            self._take_in(job, found)
+        except DeviceMemoryError as error:
+            self._endings.note_memory_failure(job, str(error))
+
+    def _take_in(self, job: Job, found: Combination) -> None:
+        exchange = job.exchange
+        assert exchange is not None
         if not exchange.shard.gives_gradients and found.version is not None and not exchange.meets:
             self._combine(job, found.num_in_version - exchange.num_combined)
             if job.config.live and exchange.num_combined == found.num_in_version:
@@ -50,12 +63,17 @@ class JobExchange:
         self._emit(job.event("contribution", self._clock.now()))
 
     def _combine(self, job: Job, number: int) -> None:
-        """Take in the next contributions, once: a caller that was interrupted continues with those after them."""
+        """Take in the next contributions, once: a caller that was interrupted asks the device again, which knows.
+
+        Raises:
+            DeviceMemoryError: Nothing has been taken in.
+        """
         if number <= 0:
             return
-        assert job.exchange is not None
-        self._log.send(CombineContributions(job.id, number, meets=job.exchange.meets))
-        job.exchange.num_combined += number
-        if not job.exchange.shard.gives_gradients:
+        exchange = job.exchange
+        assert exchange is not None
+        up_to = exchange.num_taken_in + number
+        self._log.execute(CombineContributions(job.id, up_to, meets=exchange.meets))
+        exchange.num_taken_in = up_to
+        if not exchange.shard.gives_gradients:
             self._milestones.note_change(job)
-        self._log.flush()

@@ -76,7 +76,7 @@ class JobSet(Mapping[str, Job]):
             on_memory_error=self._endings.note_memory_failure,
         )
         self._milestones = JobMilestones(device, adapters, answers, self._endings, emit)
-        self._exchange = JobExchange(device.clock, log, self._copies, self._milestones, emit)
+        self._exchange = JobExchange(device.clock, log, self._copies, self._milestones, self._endings, emit)
         self._steps = JobSteps(
             self._jobs,
             self._packs,
@@ -250,7 +250,7 @@ class JobSet(Mapping[str, Job]):
         """What nodes have contributed has been read: take it in, and continue (when the job runs again)."""
         exchange = self._living(job_id).exchange
         assert exchange is not None and exchange.is_waiting, f"job {job_id} waits for nothing"
-        exchange.combination = combination
+        exchange.arrive(combination)
         self.catch_up()
 
     def catch_up(self) -> None:

@@ -42,7 +42,7 @@ from coserve.devices.step_messages import StepFailure
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
 from coserve.engine.request import Chunk
-from coserve.errors import DeviceGoneError
+from coserve.errors import DeviceGoneError, DeviceMemoryError
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.shard import Combination, Shard
 
@@ -219,8 +219,15 @@ def test_a_caller_may_be_interrupted_in_any_command(kind, after, undisturbed, tm
     assert sum(isinstance(command, kind) for command in done) >= 1
 
 
-def shared_job(directory: Path, kind: type | None = None, *, after: bool = False) -> dict[str, Any]:
-    """Train one node's part of a job, which gets its own gradients twice; a command may be interrupted once."""
+def shared_job(
+    directory: Path,
+    kind: type | None = None,
+    *,
+    after: bool = False,
+    error: BaseException | None = None,
+    num_asked: int = 1,
+) -> dict[str, Any]:
+    """Train one node's part of a job, which gets its own gradients twice; a command may be hit by an error once."""
     engine = make_engine()
     inner, left = watched(engine).inner, iter([True] if kind else [])
     execute = inner.execute
@@ -229,12 +236,12 @@ def shared_job(directory: Path, kind: type | None = None, *, after: bool = False
         interrupted = kind is not None and isinstance(command, kind) and next(left, False)
         reply = execute(command) if after or not interrupted else None
         if interrupted:
-            raise KeyboardInterrupt
+            raise error or KeyboardInterrupt
         return reply
 
     def until_done(do: Callable[..., Any], *args: Any) -> Any:
         while True:
-            with suppress(KeyboardInterrupt):
+            with suppress(KeyboardInterrupt, DeviceMemoryError):
                 return do(*args)
 
     inner.execute = call  # type: ignore[method-assign]
@@ -252,9 +259,11 @@ def shared_job(directory: Path, kind: type | None = None, *, after: bool = False
         until_done(engine.step)
         exchange = engine.jobs[job].exchange
         assert exchange is not None
-        if exchange.is_waiting:
+        if exchange.is_waiting and exchange.combination is None:
             written = directory / f"{engine.jobs[job].num_steps_done}"
             written.mkdir(parents=True)
+            for _ in range(num_asked - 1):
+                until_done(engine.contribution, job)
             until_done(engine.contribution, job).write(written)
             engine.device.execute(ReadContributions(job, (str(written),) * 2))
             until_done(engine.combine, job, Combination(directories=(str(written),) * 2, num_trained=20))
@@ -267,6 +276,20 @@ def shared_job(directory: Path, kind: type | None = None, *, after: bool = False
 def test_gradients_of_a_shared_job_are_given_and_taken_once_where_a_caller_is_interrupted(kind, after, tmp_path):
     plain = shared_job(tmp_path / "plain")
     ours = shared_job(tmp_path / "interrupted", kind, after=after)
+    assert max(float((ours[name] - plain[name]).abs().max()) for name in plain) < 1e-6
+
+
+@pytest.mark.parametrize("kind", [TakeContribution, CombineContributions], ids=lambda kind: kind.__name__)
+def test_no_gradients_of_a_shared_job_are_lost_where_there_is_no_memory_for_a_moment(kind, tmp_path):
+    plain = shared_job(tmp_path / "plain")
+    ours = shared_job(tmp_path / "failed", kind, error=DeviceMemoryError("full"))
+    assert max(float((ours[name] - plain[name]).abs().max()) for name in plain) < 1e-6
+
+
+def test_who_asks_again_for_a_contribution_gets_the_same_one(tmp_path):
+    """It may have been interrupted at any moment before it had it."""
+    plain = shared_job(tmp_path / "plain")
+    ours = shared_job(tmp_path / "twice", num_asked=2)
     assert max(float((ours[name] - plain[name]).abs().max()) for name in plain) < 1e-6
 
 
