@@ -7,16 +7,19 @@ still to come: what leaves a page stands before what comes into it, because the 
 - `send` appends a command that has no reply. It reaches the device with the next step, or before it.
 - A step takes all of the list (`head`, `submit`), and acknowledges it when it has ended (`collect`), also if it ran out
   of memory.
-- `execute` appends a command, carries out the list up to it, and returns its reply. `flush` carries out all of it.
+- `execute` carries out the list, then its own command, and returns the reply. `flush` carries out the list.
 - After an interruption (Ctrl-C in a call, an error of a step) it is not known how much of what was handed to the device
-  was done. The device is asked (`CountCommands`), and the rest is replayed before anything else. What was done, however
-  its caller ended, is not done again: what steps have written to pages since is never read as if it were older.
-- An error of a command is its answer: it has changed nothing, and is not replayed. It is raised to the caller that
-  waits for it; where none waits any more, it is logged.
+  was done. The device is asked (`CountCommands`), and what `send` has appended of the rest is replayed before anything
+  else. What was done, however its caller ended, is not done again: what steps have written to pages since is never read
+  as if it were older. A command of `execute` whose caller was interrupted has been done by then, or never will be.
+- An error of a command is its answer: it has changed nothing, and is not replayed. One of `execute` is raised to its
+  caller. One of `send` has no caller, so it ends as a failed step does: requests that run, which may read what is not
+  there, are closed and opened again (`on_lost`), and `LostCommandError` is raised, which is not mistaken for an answer;
+  in a replay it is only logged. An interruption among commands of `send` closes them, too: one of these may have failed.
 - A device that is gone is owed nothing.
 
-A caller that is interrupted in `execute` leaves its command in the list: it will be done. The caller gives up what came
-of it by a further command (`DropTrainer` after `OpenTrainer`), or asks again where that changes nothing.
+A caller that is interrupted in `execute` gives up what may have come of it by a further command (`DropTrainer` after
+`OpenTrainer`), or asks again where that changes nothing.
 
 The commands of `messages.BESIDE_STEPS` go to the device beside this list: they may come from any thread, and their
 order with the others does not matter. All else comes through here: with a group of devices, each of them gets this
@@ -24,7 +27,7 @@ list.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from coserve.devices.base import Device
@@ -48,16 +51,25 @@ _log = logging.getLogger(__name__)
 _WRITE_PAGES = (SwapIn, ImportPages, MovePages, MovePack, BeginPack, PlaceOptimizer)
 
 
+class LostCommandError(Exception):
+    """A command for which nobody waits has failed; its error is the cause.
+
+    Not one of coserve's own errors: who meets it has asked for something else, and may not handle it.
+    """
+
+
 class _Entry:
     """A command in the log, until the device has answered it."""
 
-    __slots__ = ("command", "is_done", "may_fail")
+    __slots__ = ("command", "is_awaited", "is_done", "is_replayed")
 
-    def __init__(self, command: Command, *, may_fail: bool = False) -> None:
+    def __init__(self, command: Command, *, is_awaited: bool = False) -> None:
         self.command = command
+        self.is_awaited = is_awaited
+        """Whether a caller waits for it, or did."""
+        self.is_replayed = False
+        """Whether it is what was left when the device was interrupted."""
         self.is_done = False
-        self.may_fail = may_fail
-        """Whether an error concerns only a caller that may not wait any more."""
 
 
 class _Sent(NamedTuple):
@@ -82,6 +94,8 @@ class CommandLog:
         self._step: _Sent | None = None  # of the last step
         self._num_answered: int | None = None  # by the device; None: not known, as after an error
         self._openings: set[str] = set()  # requests that a command in the log opens, and some more
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called where a command that nobody waits for has failed, or may have: what it was to bring is not there."""
         self._is_gone = False
 
     def send(self, command: Command) -> None:
@@ -102,31 +116,28 @@ class CommandLog:
 
         Raises:
             CoserveError: See the command; it has changed nothing.
+            LostCommandError: One before it has failed; this one is never done.
         """
         assert not isinstance(command, BESIDE_STEPS)
         self.flush()
-        entry = _Entry(command, may_fail=True)
+        entry = _Entry(command, is_awaited=True)
         self._entries.append(entry)
         reply: Reply = None
         while not entry.is_done:  # other threads may have sent something before it
-            reply = self._do_first(entry)
+            reply = self._do_first()
         return reply
 
     def flush(self) -> None:
-        """Carry out all that is in the log, without a step."""
-        self._replay()
+        """Carry out all that is in the log, without a step. LostCommandError: one of it has failed."""
+        self.replay()
         while self._entries:
             self._do_first()
 
     # -- steps ------------------------------------------------------------------------
 
     def head(self) -> tuple[Command, ...]:
-        """Return the commands for the next step: all that there are, but for those that may fail: they are carried out
-        now.
-        """
-        self._replay()
-        while any(entry.may_fail for entry in self._entries):
-            self._do_first()
+        """Return the commands for the next step: all that there are."""
+        self.replay()
         return tuple([entry.command for entry in self._entries])
 
     def submit(self, batch: StepBatch) -> None:
@@ -153,8 +164,8 @@ class CommandLog:
 
     # -- acknowledgements ---------------------------------------------------------------
 
-    def _do_first(self, awaited: _Entry | None = None) -> Reply:
-        """Have the device carry out the first command. An error is raised if its caller waits, or if it has none."""
+    def _do_first(self) -> Reply:
+        """Have the device carry out the first command; return its reply."""
         entry = self._entries[0]
         self._sent = _Sent((entry,), self._known_count())
         try:
@@ -163,37 +174,53 @@ class CommandLog:
             self._lose_device()
             raise
         except Exception as error:
-            entry.is_done = True
-            self._num_answered = None  # it may not have come as far as the device
-            self._sent = None
-            self._trim()
-            if entry is awaited or not (entry.may_fail and isinstance(error, CoserveError | OSError)):
+            self._note_failure(entry)
+            if entry.is_awaited:
                 raise
-            _log.warning("a command whose caller was interrupted has failed: %s: %s", type(entry.command), error)
+            message = f"{type(entry.command).__name__} has failed: {error}"
+            if not (entry.is_replayed and isinstance(error, CoserveError | OSError)):
+                raise LostCommandError(message) from error
+            _log.warning("a command that was interrupted and done again has failed: %s", message)
             return None
         self._acknowledge()
         return reply
 
-    def _replay(self) -> None:
-        """Find out what the device has done of what it was handed last, and carry out the rest."""
-        if self._sent is None:
-            self._trim()  # where a caller was interrupted just before
-            return
-        entries, before = self._sent
-        if entries:
-            self._num_answered = None
-            num_done = self._known_count() - before
-            assert 0 <= num_done <= len(entries), "commands came to the device beside the log"
-            for entry in entries[:num_done]:
-                entry.is_done = True
-        rest = [entry for entry in entries if not entry.is_done]
-        for entry in rest:
-            entry.may_fail = True
+    def _note_failure(self, entry: _Entry) -> None:
+        """Note that a command's answer is an error; that it was sent is forgotten last, so that an interruption here
+        counts as one of the command.
+        """
+        if not entry.is_awaited:
+            self.on_lost()
+        entry.is_done = True
+        self._num_answered = None  # it may not have come as far as the device
         self._sent = None
         self._trim()
-        for entry in rest:
-            while not entry.is_done:
-                self._do_first()
+
+    def replay(self) -> None:
+        """Find out what the device has done of what it was handed last, and carry out the rest, but for commands whose
+        callers have given up; nothing if there was no interruption. It may close requests that run (`on_lost`), so
+        this comes before a plan.
+        """
+        if self._sent is not None:
+            self._settle(self._sent)
+        for entry in [entry for entry in self._entries if entry.is_awaited]:
+            self._entries.remove(entry)
+        self._trim()  # where a caller was interrupted just before
+        while any(entry.is_replayed for entry in self._entries):
+            self._do_first()
+
+    def _settle(self, sent: _Sent) -> None:
+        """Mark what is done of what was sent, and what is to be replayed."""
+        if sent.entries:
+            self._num_answered = None
+            num_done = self._known_count() - sent.num_answered
+            assert 0 <= num_done <= len(sent.entries), "commands came to the device beside the log"
+            for place, entry in enumerate(sent.entries):
+                entry.is_done = entry.is_done or place < num_done
+                entry.is_replayed = not entry.is_awaited
+            if sent is not self._step and not all(entry.is_awaited for entry in sent.entries):
+                self.on_lost()  # of a step, `StepLoop` has been told
+        self._sent = None
 
     def _acknowledge(self) -> None:
         """Note that all that was sent is done."""

@@ -118,10 +118,10 @@ class HostSwap:
         self._store(_keys(owner, len(pages)), pages)
         return True
 
-    def bring_back_pack(self, job: str, pages: Sequence[int]) -> None:
-        """Copy it to these pages. It has its places on the host until `release_pack`."""
-        self._send(SwapIn(tuple(pages), tuple(self._blocks.slots_of(_keys(("pack", job), len(pages))))))
+    def command_to_bring_back_pack(self, job: str, pages: Sequence[int]) -> SwapIn:
+        """Return the command that copies it to these pages. It has its places on the host until `release_pack`."""
         self.num_swapped_in += len(pages)
+        return SwapIn(tuple(pages), tuple(self._blocks.slots_of(_keys(("pack", job), len(pages)))))
 
     def release_pack(self, job: str) -> None:
         """Its places on the host are free. No error if it has none."""

@@ -52,7 +52,7 @@ class JobPacks:
             return False
         try:
             if away is not None:
-                self._swap.bring_back_pack(job.id, pages.pages)
+                self._log.execute(self._swap.command_to_bring_back_pack(job.id, pages.pages))
             self._log.execute(job.packs.command_to_begin(pages))
         except DeviceMemoryError as error:  # no memory beside the pages
             pages.release()

@@ -12,6 +12,7 @@ import msgspec
 from coserve.devices.base import Device
 from coserve.devices.messages import DeviceInfo
 from coserve.devices.replay import DamagedRecordingError, DivergedError, EndOfRecordingError, Lines, ReplayDevice
+from coserve.engine.command_log import LostCommandError
 from coserve.engine.core import EngineCore
 from coserve.engine.engine import Engine
 from coserve.engine.prompts import load_tokenizer
@@ -155,7 +156,8 @@ def _ask_again(engine: EngineCore, line: Input, device: ReplayDevice) -> None:
     except CoserveError:
         pass
     except Exception as error:
-        if error is not device.raised:
+        is_lost = isinstance(error, LostCommandError)
+        if (error.__cause__ if is_lost else error) is not device.raised:
             raise
 
 

@@ -88,6 +88,7 @@ class StepLoop:
         self.last_need = NeedView()
         self._step: _Begun | None = None  # under way
         pages.on_move = self._move_pages
+        log.on_lost = self._close_running
         self._max_step_rows = config.max_step_rows
         self._num_model_changes = 0  # that requests which wait have been told of
 
@@ -106,6 +107,7 @@ class StepLoop:
         """Plan, and have the device begin. Returns whether there is a step; `finish` is to follow."""
         if self._step is not None:  # the caller was interrupted before it could finish
             self.finish()
+        self._log.replay()
         self._jobs.catch_up()
         self._note_model_changes()
         self._bring_back_adapters()

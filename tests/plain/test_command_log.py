@@ -29,7 +29,7 @@ from coserve.devices.messages import (
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.swap_messages import SwapIn, SwapOut
-from coserve.engine.command_log import CommandLog
+from coserve.engine.command_log import CommandLog, LostCommandError
 from coserve.errors import DeviceGoneError, DeviceMemoryError
 
 A, B, C, D = (DropVersion(name) for name in "abcd")
@@ -141,7 +141,9 @@ def test_what_is_flushed_while_a_step_is_under_way_is_done_once_as_well(device, 
     assert device.done == [A, B]
 
 
-def test_a_command_whose_caller_was_interrupted_is_done_once(device, log):
+def test_a_command_whose_caller_was_interrupted_was_done_by_then_or_never_is(device, log):
+    """The caller has given up what came of it, or asks again."""
+
     def interrupted_after(command: Command) -> Reply:
         execute(command)
         device.execute = execute
@@ -157,7 +159,7 @@ def test_a_command_whose_caller_was_interrupted_is_done_once(device, log):
     with pytest.raises(KeyboardInterrupt):
         log.execute(C)
     log.execute(D)
-    assert device.done == [A, B, C, D]
+    assert device.done == [B, C, D]
 
 
 def test_an_error_is_the_answer_of_its_command(device, log):
@@ -169,23 +171,75 @@ def test_an_error_is_the_answer_of_its_command(device, log):
     assert device.done == [A, C]
 
 
-def test_an_error_of_a_command_that_no_caller_waits_for_any_more_is_logged(device, log, caplog):
+@pytest.mark.parametrize("error", [DeviceMemoryError("full"), OSError("full"), RuntimeError("full")], ids=repr)
+def test_an_error_of_a_command_that_was_sent_is_no_answer_to_a_caller_of_another(device, log, error):
+    """That caller would handle it as its own, and what the first command was to bring would be missing."""
+    lost: list[str] = []
+    log.on_lost = lambda: lost.append("lost")
+    log.send(A)
+    once(device, A, error)
+    with pytest.raises(LostCommandError, match="DropVersion has failed: full") as raised:
+        log.execute(B)
+    assert lost == ["lost"] and raised.value.__cause__ is error
+    log.flush()
+    assert device.done == []
+    log.execute(C)
+    assert device.done == [C] and lost == ["lost"]
+
+
+def test_commands_that_may_have_failed_while_they_were_interrupted_count_as_lost(device, log):
+    lost: list[str] = []
+    log.on_lost = lambda: lost.append("lost")
+    log.send(A)
     once(device, A, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        log.execute(A)
+        log.flush()
+    assert lost == []
+    log.replay()
+    log.replay()
+    assert lost == ["lost"] and device.done == [A]
+
+
+def test_a_lost_command_is_told_of_again_where_that_was_interrupted(device, log):
+    lost: list[str] = []
+
+    def note() -> None:
+        lost.append("lost")
+        if len(lost) == 1:
+            raise KeyboardInterrupt
+
+    log.on_lost = note
+    log.send(A)
     once(device, A, DeviceMemoryError("full"))
+    with pytest.raises(KeyboardInterrupt):
+        log.flush()
+    log.replay()
+    assert lost == ["lost", "lost"]
+
+
+def test_an_error_in_a_replay_is_logged(device, log, caplog):
+    """Such as that of a file which has gone with its request."""
+    lost: list[str] = []
+    log.on_lost = lambda: lost.append("lost")
+    log.send(A)
     log.send(B)
-    with caplog.at_level(logging.WARNING):
-        step(log)
-    assert device.done == [B] and "full" in caplog.text
-
-
-def test_a_defect_is_raised_also_where_no_caller_waits(device, log):
     once(device, A, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        log.execute(A)
+        step(log)
+    once(device, A, DeviceMemoryError("full"))
+    with caplog.at_level(logging.WARNING):
+        log.replay()
+        step(log)
+    assert device.done == [B] and "full" in caplog.text and lost == ["lost"]
+
+
+def test_a_defect_is_raised_also_in_a_replay(device, log):
+    log.send(A)
+    once(device, A, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        log.flush()
     once(device, A, AssertionError("a defect"))
-    with pytest.raises(AssertionError, match="a defect"):
+    with pytest.raises(LostCommandError, match="a defect"):
         log.flush()
 
 
@@ -244,8 +298,10 @@ def test_the_window_is_resized_once_where_nothing_is_written_to_pages_meanwhile(
 
 @pytest.mark.parametrize("seed", range(40))
 def test_however_often_callers_are_interrupted_each_command_is_done_once_and_in_order(seed):
+    """Or never, if a caller of `execute` was interrupted before it was done."""
     rng, device = Random(seed), Device()
     log, sent, execute = CommandLog(device), list[Command](), device.execute
+    given_up: list[Command] = []
 
     def disturb(action: Command | str) -> None:
         if rng.random() < 0.15:
@@ -259,20 +315,24 @@ def test_however_often_callers_are_interrupted_each_command_is_done_once_and_in_
 
     device.at, device.execute = disturb, disturbed  # type: ignore[method-assign]
     for number in range(200):
+        command = DropVersion(f"{number}")
         with suppress(KeyboardInterrupt):
             match rng.randrange(4):
                 case 0 | 1:
-                    sent.append(DropVersion(f"{number}"))
-                    log.send(sent[-1])
+                    sent.append(command)
+                    log.send(command)
                 case 2:
-                    log.flush()
-                    sent.append(DropVersion(f"{number}"))
-                    log.execute(sent[-1])
+                    sent.append(command)
+                    given_up.append(command)
+                    log.execute(command)
+                    given_up.remove(command)
                 case _:
                     step(log)
+        if command in given_up and command not in device.done:
+            sent.remove(command)
     device.at, device.execute = lambda action: None, execute  # type: ignore[method-assign]
     log.flush()
-    assert device.done == sent
+    assert device.done == sent and given_up
 
 
 def device_calls(path: Path) -> list[str]:

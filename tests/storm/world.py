@@ -20,6 +20,7 @@ from transformers import AutoConfig
 from coserve.adapters import LoraConfig
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.checkpoint import Checkpoint
+from coserve.engine.command_log import LostCommandError
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.engine.job import JobEvent
@@ -217,7 +218,7 @@ class World:
         except DeviceGoneError:
             self.start_again()
             return False
-        except (CoserveError, KeyboardInterrupt, StormError) as error:  # refused or interrupted: all else is as it was
+        except (CoserveError, KeyboardInterrupt, LostCommandError, StormError) as error:  # all else is as it was
             self.counts[f"ended with {type(error).__name__}"] += 1
             return False
         return True

@@ -33,6 +33,7 @@ from coserve.devices.clock import WallClock
 from coserve.devices.loading import torch_device
 from coserve.devices.messages import ImportPages
 from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.command_log import LostCommandError
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.engine.engine import Engine
@@ -41,7 +42,7 @@ from coserve.engine.recorded_lines import read_recording
 from coserve.engine.recording import record
 from coserve.engine.replay import replay
 from coserve.engine.request import Chunk
-from coserve.errors import CoserveError
+from coserve.errors import CoserveError, DeviceMemoryError
 from coserve.handover.decode import DecodeEnd
 from coserve.handover.messages import ComputePrompt, Forget
 from coserve.handover.prefill import PrefillEnd
@@ -501,6 +502,35 @@ def test_tokens_are_the_same_after_steps_that_failed(pair):
     got = tokens_by_request(events)
     assert got == {request: expected_tokens(prompt, 20) for request, prompt in asked.items()}
     pair.assert_nothing_is_left()
+
+
+def test_a_request_whose_pages_fail_to_come_in_where_a_pack_begins_is_computed_again(pair):
+    """The error is not the pack's, although its command has the pages carried in; nobody reads what lies there."""
+    device, hits = watched(pair.decode), [0]
+
+    def refuse(command: Any) -> None:
+        if isinstance(command, ImportPages):
+            hits[0] += 1
+            raise DeviceMemoryError("no memory for pages")
+
+    device.refuse = refuse
+    config = TuningConfig(num_epochs=20, batch_size=1, max_pack_tokens=12)
+    job = pair.decode.submit(examples_of((9, 11, 10)), config, adapter=LoraConfig(r=2), name="mine")
+    events: list[Event] = []
+    asked = {}
+    for prompt in prompts_of((30, 25, 40, 17, 33, 28)):
+        asked[pair.add(prompt, greedy(NUM_TOKENS))] = prompt
+        asked[pair.add(prompt, greedy(NUM_TOKENS))] = prompt  # reads what the first one leaves among the prefixes
+        for _ in range(8):
+            with suppress(LostCommandError):
+                events += pair.step()
+    while pair.decode.has_work:
+        with suppress(LostCommandError):
+            events += pair.step()
+    assert hits[0] > 1 and pair.decode.jobs[job].state == "succeeded"
+    assert pair.decode.jobs[job].memory_failures.num_in_a_row == 0
+    got = tokens_by_request(events)
+    assert got == {request: expected_tokens(prompt, NUM_TOKENS) for request, prompt in asked.items()}
 
 
 # -- recordings ---------------------------------------------------------------------------
