@@ -15,7 +15,7 @@ still to come: what leaves a page stands before what comes into it, because the 
 - An error of a command is its answer: it has changed nothing, and is not replayed. One of `execute` is raised to its
   caller. One of `send` has no caller, so it ends as a failed step does: requests that run, which may read what is not
   there, are closed and opened again (`on_lost`), and `LostCommandError` is raised, which is not mistaken for an answer;
-  in a replay it is only logged. An interruption among commands of `send` closes them, too: one of these may have failed.
+  in a replay it is only logged. An interruption among commands of `send` closes them, too: one of them may have failed.
 - A device that is gone is owed nothing.
 
 A caller that is interrupted in `execute` gives up what may have come of it by a further command (`DropTrainer` after
@@ -126,6 +126,11 @@ class CommandLog:
         while not entry.is_done:  # other threads may have sent something before it
             reply = self._do_first()
         return reply
+
+    @property
+    def has_commands(self) -> bool:
+        """Whether `flush` has something to carry out."""
+        return bool(self._entries)
 
     def flush(self) -> None:
         """Carry out all that is in the log, without a step. LostCommandError: one of it has failed."""

@@ -396,5 +396,5 @@ class EngineCore:
         return self.outbox.take_all()
 
     def flush_commands(self) -> None:
-        """Tell the device now what the next step would, such as copies to drop; for callers that see no step coming."""
+        """Tell the device now what the next step would: where none is coming, or an unrecorded command follows."""
         self.log.flush()

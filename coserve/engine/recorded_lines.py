@@ -23,7 +23,7 @@ from coserve.settings import check_whole
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 
-FORMAT = 3
+FORMAT = 4
 # The files that a directory of an adapter or a checkpoint may have in a recording. Replaying writes them to a
 # directory, so any other name is an error of the recording.
 FileName = Literal["adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", "job.json"]
@@ -105,6 +105,16 @@ class Arrive(msgspec.Struct, tag="arrive", frozen=True):
     blocks: HandedBlocks | None
 
 
+class FlushCommands(msgspec.Struct, tag="flush_commands", frozen=True):
+    """A call of `EngineCore.flush_commands`, also where a command follows that recordings leave out."""
+
+
+class SaveVersion(msgspec.Struct, tag="save_adapter", frozen=True):
+    """A call of `EngineCore.save_adapter`, which writes nothing when it is replayed."""
+
+    label: str
+
+
 class FinishLoad(msgspec.Struct, tag="finish_load", frozen=True):
     """A call of `EngineCore.finish_load`; key: of the version."""
 
@@ -164,6 +174,7 @@ class OnJob(msgspec.Struct, tag="on_job", frozen=True):
 Input = (
     Step | AddTokens | UseVocabulary | Cancel | Stop | Hold | Arrive
     | LoadFiles | EnsureFiles | FinishLoad | UnloadAdapter | SubmitExamples | OnJob
+    | FlushCommands | SaveVersion
 )
 # fmt: on
 

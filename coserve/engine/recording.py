@@ -26,11 +26,13 @@ from coserve.engine.recorded_lines import (
     EnsureFiles,
     Files,
     FinishLoad,
+    FlushCommands,
     Header,
     Hold,
     Input,
     LoadFiles,
     OnJob,
+    SaveVersion,
     Step,
     Stop,
     SubmitExamples,
@@ -144,6 +146,15 @@ class RecordingEngine(Engine):
     def unload_adapter(self, name: str) -> None:
         with self._asked(UnloadAdapter(name)):
             super().unload_adapter(name)
+
+    def save_adapter(self, label: str, directory: str | Path) -> None:
+        with self._asked(SaveVersion(label)):
+            super().save_adapter(label, directory)
+
+    def flush_commands(self) -> None:
+        if self.log.has_commands:  # a server without work asks again and again
+            with self._asked(FlushCommands()):
+                super().flush_commands()
 
     def submit_examples(
         self,

@@ -23,11 +23,13 @@ from coserve.engine.recorded_lines import (
     EnsureFiles,
     Files,
     FinishLoad,
+    FlushCommands,
     Header,
     Hold,
     Input,
     LoadFiles,
     OnJob,
+    SaveVersion,
     Step,
     Stop,
     SubmitExamples,
@@ -190,6 +192,10 @@ def _ask(engine: EngineCore, line: Input) -> None:
         engine.arrive(line.request, line.blocks)
     elif isinstance(line, UnloadAdapter):
         engine.unload_adapter(line.name)
+    elif isinstance(line, FlushCommands):
+        engine.flush_commands()
+    elif isinstance(line, SaveVersion):
+        engine.save_adapter(line.label, "")
     elif isinstance(line, OnJob):
         _ask_of_job(engine, line)
     else:

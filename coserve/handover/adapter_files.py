@@ -6,7 +6,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from coserve.devices.messages import SaveAdapter
-from coserve.engine.command_log import CommandLog
+from coserve.engine.core import EngineCore
 from coserve.engine.versions import AdapterVersion
 from coserve.handover.messages import AdapterFiles
 
@@ -25,8 +25,8 @@ class WrittenAdapters:
     removed.
     """
 
-    def __init__(self, log: CommandLog, directory: Path, *, most: int) -> None:
-        self._log, self._directory, self._most = log, directory, most
+    def __init__(self, engine: EngineCore, directory: Path) -> None:
+        self._engine, self._directory, self._most = engine, directory, engine.config.max_adapters
         self._files: OrderedDict[str, AdapterFiles] = OrderedDict()
         self._num_written = 0
 
@@ -36,7 +36,8 @@ class WrittenAdapters:
             directory = self._directory / f"adapter-{self._num_written}"
             self._num_written += 1
             directory.mkdir()
-            self._log.execute(SaveAdapter(version.key, str(directory)))
+            self._engine.flush_commands()  # recordings have this, and leave the next one out
+            self._engine.log.execute(SaveAdapter(version.key, str(directory)))
             self._files[version.key] = AdapterFiles(str(directory), digest_of(directory))
         self._files.move_to_end(version.key)
         while len(self._files) > self._most:

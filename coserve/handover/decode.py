@@ -71,7 +71,7 @@ class DecodeEnd:
         """
         self._engine, self._connect, self._directory = engine, connect, directory
         self._min_tokens, self._now = min_tokens, now
-        self._adapters = WrittenAdapters(engine.log, directory, most=engine.config.max_adapters)
+        self._adapters = WrittenAdapters(engine, directory)
         self._transport: Transport | None = None
         self._is_welcome = self._is_silent = False
         self._complaint = ""  # said last, so that it is said once

@@ -183,6 +183,8 @@ class PrefillEnd:
             return
         blocks = range(max(known, command.first_block), len(pages))
         places = tuple(block - command.first_block for block in blocks)
+        if blocks:
+            self._engine.flush_commands()  # recordings have this, and leave the next one out
         try:
             if blocks:
                 self._engine.log.execute(ExportPages(command.path, tuple(pages[block] for block in blocks), places))

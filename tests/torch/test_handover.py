@@ -558,6 +558,26 @@ def recording(tmp_path_factory) -> Path:
     return file
 
 
+def test_a_recording_of_a_prefill_instance_is_run_again(tmp_path):
+    """It copies pages to files, which no recording has, while commands wait for the next step."""
+    backbone = make_backbone()
+    pages: dict[str, Any] = {"memory_bytes": 60 * kv_page_bytes(backbone, BLOCK), "block_tokens": BLOCK}
+    pages["profile"] = roofline_profile(backbone, FAST_BUS)
+    config = EngineConfig(block_tokens=BLOCK, tpot_s=1.0, max_step_rows=16)
+    file = tmp_path / "file"
+    device = torch_device(backbone, **pages)
+    prefill = record(Engine(WatchedDevice(device, WallClock()), config, end_tokens=()), str(file))
+    pair = Pair(tmp_path / "pages", make_engine(), prefill)
+    for prompt in prompts_of(LENGTHS):
+        pair.add(prompt, greedy(NUM_TOKENS), adapter=None)
+    pair.drain()
+    assert pair.counts()[0] > 3
+    prefill.device.close()
+    report = replay(*read_recording(file), torch_device(backbone, **pages))
+    assert report.plans_equal, report.diverged
+    assert report.steps > 3 and report.tokens_equal
+
+
 @pytest.mark.parametrize("kind", ["torch", "modelled"])
 def test_a_recording_with_pages_from_elsewhere_is_run_again(recording, kind):
     header, lines = read_recording(recording)

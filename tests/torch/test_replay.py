@@ -58,6 +58,27 @@ def make_device():
     return torch_device(backbone, memory_bytes=memory_bytes, block_tokens=BLOCK, profile=profile())
 
 
+def test_an_engine_whose_adapters_were_saved_is_run_again(tmp_path):
+    """Saving has commands carried in that would have come with the next step."""
+    engine = record(
+        Engine(WatchedDevice(make_device(), WallClock()), EngineConfig(block_tokens=BLOCK)), str(tmp_path / "file")
+    )
+    engine.load_adapter("served", adapter_directory(**LORA))
+    for name, prompt, num_tokens in zip("ab", prompts_of((9, 12)), (2, 12), strict=True):
+        engine.add_tokens(prompt, greedy(num_tokens, ignore_eos=True), request_id=name)
+    while "a" in engine.requests:
+        engine.step()
+    assert engine.log.has_commands
+    engine.save_adapter("served", tmp_path / "saved")
+    while engine.has_work:
+        engine.step()
+    engine.device.close()
+    (tmp_path / "saved").rename(tmp_path / "kept")
+    report = replay(*read_recording(tmp_path / "file"), make_device())
+    assert report.plans_equal and report.tokens_equal, report.diverged
+    assert not (tmp_path / "saved").exists()
+
+
 def out_of_memory_once(device: WatchedDevice) -> None:
     """In the first step with an optimizer step, which had been made, and tokens of requests, which had not come."""
 
