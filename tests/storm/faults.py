@@ -12,7 +12,7 @@ from storm.ledger import LedgerDevice
 from coserve.devices.job_messages import BeginPack, OpenTrainer, PublishVersion, TakeCheckpoint, WriteCheckpoint
 from coserve.devices.messages import Command, OpenVersion, Reply
 from coserve.devices.step_messages import StepBatch, StepFailure, StepResult
-from coserve.devices.swap_messages import SwapInTensors
+from coserve.devices.swap_messages import SwapIn, SwapInTensors
 from coserve.errors import AdapterError, DeviceGoneError, DeviceMemoryError
 
 # Of the times when it is a device's turn to be gone: each costs all that was under way.
@@ -204,7 +204,8 @@ def first_pieces(batch: StepBatch, rng: Random) -> tuple[StepBatch, str | None]:
 
 
 def _takes_memory(action: Action) -> bool:
-    return isinstance(action, OpenVersion | OpenTrainer | BeginPack | PublishVersion | TakeCheckpoint | SwapInTensors)
+    kinds = OpenVersion | OpenTrainer | BeginPack | PublishVersion | TakeCheckpoint | SwapIn | SwapInTensors
+    return isinstance(action, kinds)
 
 
 def _reads_files(action: Action) -> bool:

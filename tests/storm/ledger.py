@@ -184,8 +184,12 @@ class LedgerDevice:
         if isinstance(command, CountCommands):
             return self._count.reply()
         # Files are written by the ledger: the modelled device has nothing to write.
-        reply = None if isinstance(command, SaveAdapter | WriteCheckpoint) else self.inner.execute(command)
-        self._book(command)
+        try:
+            reply = None if isinstance(command, SaveAdapter | WriteCheckpoint) else self.inner.execute(command)
+            self._book(command)
+        except Exception:
+            self._count.add(command)
+            raise
         self._count.add(command)
         if isinstance(command, OpenTrainer):
             assert isinstance(reply, TrainerOpened)
