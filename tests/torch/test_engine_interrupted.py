@@ -219,6 +219,25 @@ def test_a_caller_may_be_interrupted_in_any_command(kind, after, undisturbed, tm
     assert sum(isinstance(command, kind) for command in done) >= 1
 
 
+def test_a_job_whose_caller_was_interrupted_before_the_device_opened_it_is_not_opened_later():
+    """Opening takes long, and full fine-tuning would have the device refuse all adapters from then on."""
+    engine = make_engine()
+    inner, done = watched(engine).inner, []
+    execute, left = inner.execute, iter([True])
+
+    def call(command: Any) -> Any:
+        if isinstance(command, OpenTrainer) and next(left, False):
+            raise KeyboardInterrupt
+        done.append(type(command))
+        return execute(command)
+
+    inner.execute = call  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.submit_examples(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine")
+    engine.flush_commands()
+    assert DropTrainer in done and OpenTrainer not in done
+
+
 def shared_job(
     directory: Path,
     kind: type | None = None,
