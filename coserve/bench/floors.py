@@ -47,7 +47,7 @@ class Floors:
     def __init__(self, adapter: Adapter) -> None:
         self._backbone = adapter.backbone
         self._programs = training_programs(adapter)
-        blocks = self._backbone.architecture.parts[1:-1]
+        blocks = self._backbone.local.parts[1:-1]
         parameters = sum(master.numel() for master in adapter.masters.values()) * self._backbone.dtype.itemsize
         self._read_once = {
             "products": _weight_bytes(self._backbone, blocks),
@@ -60,8 +60,8 @@ class Floors:
         rows.
         """
         found: dict[str, Work] = defaultdict(Work)
-        graphs = self._backbone.architecture.graphs
-        for part in self._backbone.architecture.parts[:-1]:
+        graphs = self._backbone.local.graphs
+        for part in self._backbone.local.parts[:-1]:
             for context in contexts:
                 self._add_graph(found, graphs[part], self._load(1, context))
             if window_rows:

@@ -32,19 +32,19 @@ _MOST_SAMPLES = 32
 
 def model_counts(backbone: Backbone) -> ModelCounts:
     """Count the bare model."""
-    architecture = backbone.architecture
+    local = backbone.local
 
     def flops(rows: int, keys: float) -> float:
         load = Load(rows=rows, mean_context_len=keys, compute_dtype=backbone.dtype)
-        return sum(architecture.graphs[part].cost(load).flops for part in architecture.parts[:-1])
+        return sum(local.graphs[part].cost(load).flops for part in local.parts[:-1])
 
     return ModelCounts(
         flops_per_row=flops(1, 0),
         flops_per_pair=(flops(1, 1000) - flops(1, 0)) / 1000,
-        head_flops_per_row=architecture.graphs["head"]
+        head_flops_per_row=local.graphs["head"]
         .cost(Load(rows=1, mean_context_len=0, compute_dtype=backbone.dtype))
         .flops,
-        kv_bytes_per_key=len(architecture.kv_layers) * sum(architecture.kv_widths) * backbone.dtype.itemsize,
+        kv_bytes_per_key=len(local.kv_layers) * sum(local.kv_widths) * backbone.dtype.itemsize,
     )
 
 
@@ -105,7 +105,7 @@ def trainer_opened(
         other = OtherModel(
             vocab_size=architecture.vocab_size,
             max_positions=adapter.backbone.max_positions,
-            forward_turns=len(architecture.parts) - 1,
+            forward_turns=len(adapter.backbone.local.parts) - 1,
             loss_turns=num_loss_turns(adapter, programs),
             evaluation_loss_turns=num_loss_turns(adapter, evaluation),
             least_bytes=window.least_bytes,
@@ -158,7 +158,7 @@ def device_info(
         deterministic=backbone.block_rows is not None,
         num_units=num_units,
         num_host_pages=num_host_pages,
-        num_state_pages=num_state_pages(backbone.architecture, page_bytes),
+        num_state_pages=num_state_pages(backbone.local, page_bytes),
         fingerprint=_fingerprint(weights.values()),
         kernels=backbone.backend.identity,
         kernels_warning=why_slow(backbone.backend),
@@ -182,7 +182,7 @@ def _fingerprint(weights: Iterable[Tensor]) -> str:
 
 def _groups(backbone: Backbone, programs: TrainingPrograms) -> tuple[tuple[TensorBytes, ...], ...]:
     """Bytes of each tensor, by the groups in which a pass takes them."""
-    parts = backbone.architecture.parts[:-1]
+    parts = backbone.local.parts[:-1]
     groups = [workspace_shapes(programs, backbone, 1), *(saved_shapes(programs, backbone, part, 1) for part in parts)]
     return tuple(tuple(_tensor_bytes(name, *each) for name, each in shapes.items()) for shapes in groups)
 

@@ -85,7 +85,7 @@ def torch_device(
     backbone = backbone.deterministic(is_so=deterministic)
     page_bytes = kv_page_bytes(backbone, block_tokens)
     num_pages = (memory_bytes or pool_bytes(backbone.device, room_for_a_job(backbone))) // page_bytes
-    if num_pages < (least := 2 + num_state_pages(backbone.architecture, page_bytes)):
+    if num_pages < (least := 2 + num_state_pages(backbone.local, page_bytes)):
         what = "two pages" if least == 2 else f"{least} pages, of which a request's states fill {least - 2}"
         raise BudgetError(f"the page pool needs {least * page_bytes} bytes or more, for {what}")
     if 0 < host_memory_bytes < page_bytes:

@@ -64,7 +64,7 @@ class ProfiledPieces:
         num_uncounted = 2 if backbone.backend.captures else 1
         self.watch = Stopwatch(time_s or self._time_s, num_uncounted=num_uncounted, max_runs=max_runs)
         num_tokens = max(num_spans * (max_span_rows + 2 * _BLOCK_TOKENS), 2 * max_rows)
-        num_states = num_state_pages(backbone.architecture, kv_page_bytes(backbone, _BLOCK_TOKENS))
+        num_states = num_state_pages(backbone.local, kv_page_bytes(backbone, _BLOCK_TOKENS))
         num_pages = num_tokens // _BLOCK_TOKENS + num_spans * (1 + num_states)
         self.pages = PagedKv(backbone, num_pages=num_pages, block_tokens=_BLOCK_TOKENS)
         self.pages.storage.zero_()

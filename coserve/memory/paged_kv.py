@@ -31,9 +31,9 @@ _PAGES_PER_COPY = 16
 
 def kv_page_bytes(backbone: Backbone, block_tokens: int) -> int:
     """Bytes of a page, for a pool."""
-    architecture = backbone.architecture
-    per_token = sum(architecture.kv_widths) * backbone.dtype.itemsize
-    return -(-len(architecture.kv_layers) * per_token * block_tokens // 64) * 64
+    local = backbone.local
+    per_token = sum(local.kv_widths) * backbone.dtype.itemsize
+    return -(-len(local.kv_layers) * per_token * block_tokens // 64) * 64
 
 
 # Rows of one sequence that are to run: the pages of its states, if it has any, and of its keys and values, at least as
@@ -54,8 +54,8 @@ class PagedKv:
         # uint8 [num_pages, page_bytes]
         self.storage = torch.empty(num_pages, self.page_bytes, dtype=torch.uint8, device=backbone.device)
         self.may_run_at_once = True
-        self.num_state_pages = num_state_pages(backbone.architecture, self.page_bytes)
-        layers, width = backbone.architecture.kv_layers, backbone.architecture.kv_widths[0]
+        self.num_state_pages = num_state_pages(backbone.local, self.page_bytes)
+        layers, width = backbone.local.kv_layers, backbone.local.kv_widths[0]
         used = len(layers) * 2 * block_tokens * width * backbone.dtype.itemsize
         # [layers, 2, num_pages, block_tokens, Hkv * D], a view of the storage.
         self.pages = (
@@ -242,7 +242,7 @@ class _CacheRows(BatchRows):
 
     def states(self, layer: int) -> StateRows:
         cache = self._cache
-        store = PagedStates(cache.storage, self._state_tables, cache.backbone.architecture, layer)
+        store = PagedStates(cache.storage, self._state_tables, cache.backbone.local, layer)
         return StateRows(rows=slice(None), runs=self._state_runs, store=store)
 
 
@@ -262,5 +262,5 @@ def _keep(cache: PagedKv, part: Part, pages: Tensor, offsets: Tensor) -> Keep:
     """K and V of a block's rows into their places."""
     if part not in cache.stores.layers:
         return Keep()
-    names = cache.backbone.architecture.graphs[part].kv_tensors
+    names = cache.backbone.local.graphs[part].kv_tensors
     return Keep(rows={name: _Rows(x, pages, offsets) for name, x in zip(names, cache.stores.layers[part], strict=True)})

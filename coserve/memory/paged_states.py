@@ -11,14 +11,14 @@ from torch import Tensor
 
 from coserve.graph.states import StateRun
 from coserve.kernels.transfer import on_device
-from coserve.models.base import Architecture
+from coserve.models.local import LocalModel
 
 _FLOAT_BYTES, _ALIGNMENT = 4, 64
 
 
-def num_state_pages(architecture: Architecture, page_bytes: int) -> int:
+def num_state_pages(local: LocalModel, page_bytes: int) -> int:
     """Pages of the states of a request; 0 for a model without states."""
-    return -(-sum(map(_aligned_bytes, architecture.state_sizes.values())) // page_bytes)
+    return -(-sum(map(_aligned_bytes, local.state_sizes.values())) // page_bytes)
 
 
 class PagedStates:
@@ -28,8 +28,8 @@ class PagedStates:
     pages]. A place is a request's number among these.
     """
 
-    def __init__(self, storage: Tensor, tables: Tensor, architecture: Architecture, layer: int) -> None:
-        sizes, page_bytes = architecture.state_sizes, storage.shape[1]
+    def __init__(self, storage: Tensor, tables: Tensor, local: LocalModel, layer: int) -> None:
+        sizes, page_bytes = local.state_sizes, storage.shape[1]
         start = sum(_aligned_bytes(size) for other, size in sizes.items() if other < layer)
         end = start + _FLOAT_BYTES * sizes[layer]
         self._storage, self._tables = storage, tables

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from coserve.kernels.base import Backend
 from coserve.kernels.weights import Weight
 from coserve.models.base import Architecture, Part
 from coserve.models.families import build_architecture
+from coserve.models.local import LocalModel, local_model
 from coserve.models.rope import RotaryTable
 from coserve.models.source import ModelSource, find_model
 from coserve.models.weights import (
@@ -50,6 +52,11 @@ class Backbone:
     backend: Backend = field(repr=False)
     weight_format: str = "dense"
     block_rows: int | None = None
+
+    @cached_property
+    def local(self) -> LocalModel:
+        """Return what of the model runs here."""
+        return local_model(self.architecture)
 
     def deterministic(self, *, is_so: bool = True) -> "Backbone":
         """The same weights; forward passes of requests give a row the same results in any company, or need not.

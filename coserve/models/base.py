@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -22,24 +21,6 @@ if TYPE_CHECKING:
 HEAD = "lm_head.weight"
 # A model runs as "embed", then the blocks 0 to num_layers - 1, then "head".
 Part = int | Literal["embed", "head"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlaceRun:
-    """Neighbouring linear layers that read the same rows: places of adapters, from the number `first` on.
-
-    node: the first layer's. source: the tensor that they read. outputs: the tensors that they give.
-    """
-
-    node: str
-    source: str
-    outputs: tuple[str, ...]
-    first: int
-
-    @cached_property
-    def mask(self) -> int:
-        """A bit for each of them."""
-        return ((1 << len(self.outputs)) - 1) << self.first
 
 
 class Architecture(ABC):
@@ -115,23 +96,6 @@ class Architecture(ABC):
             graphs[layer] = shared.setdefault(graph, graph)
         return graphs
 
-    @cached_property
-    def kv_layers(self) -> tuple[int, ...]:
-        """The blocks with attention: those that have keys and values."""
-        return tuple(layer for layer in range(self.num_layers) if self.graphs[layer].kv_tensors)
-
-    @cached_property
-    def kv_widths(self) -> tuple[int, ...]:
-        """Elements of a row's keys, and of its values, in each of these."""
-        graph = self.graphs[self.kv_layers[0]]
-        return tuple(graph.spec[name].shape[0] for name in graph.kv_tensors)
-
-    @cached_property
-    def state_sizes(self) -> dict[int, int]:
-        """By block, elements (float32) of what a sequence carries from row to row, in those that have such a state."""
-        sizes = {layer: self.graphs[layer].state_size for layer in range(self.num_layers)}
-        return {layer: size for layer, size in sizes.items() if size}
-
     def prefix(self, part: Part) -> str:
         """What stands before a node's or weight's name in a checkpoint."""
         return f"{self.block_prefix}.{part}." if isinstance(part, int) else ""
@@ -193,24 +157,6 @@ class Architecture(ABC):
             for node in self.graphs[part].nodes
             if node.op == "expert_linear"
         }
-
-    @cached_property
-    def place_runs(self) -> dict[Part, tuple[PlaceRun, ...]]:
-        """By part, its linear layers in runs of those that read the same rows; each layer is one place, in the order of
-        `linear_sites`.
-        """
-        found: dict[Part, tuple[PlaceRun, ...]] = {}
-        first = 0
-        for part in self.parts:
-            runs = []
-            for nodes in self.graphs[part].runs:
-                if nodes[0].op == "linear":
-                    outputs = tuple(node.outputs[0][1] for node in nodes)
-                    source = nodes[0].input["x"]
-                    runs.append(PlaceRun(node=nodes[0].name, source=source, outputs=outputs, first=first))
-                    first += len(nodes)
-            found[part] = tuple(runs)
-        return found
 
     def is_tied_table(self, name: str) -> bool:
         """Whether this weight is the table of embeddings, and the head too."""

@@ -24,9 +24,10 @@ from coserve.graph.states import StateRows
 from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.kernels.base import Backend
 from coserve.models.backbone import Backbone
-from coserve.models.base import Part, PlaceRun
+from coserve.models.base import Part
 from coserve.models.bypass_runs import BypassRuns
 from coserve.models.bypasses import Bypasses, BypassGroup, RowAdapters
+from coserve.models.local import PlaceRun
 from coserve.models.traced import InPages, InWindow, run_at_once
 
 
@@ -133,7 +134,7 @@ def forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
 def _forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
     """The same as one batch."""
     batch = _Batch(backbone, spans)
-    first, *blocks = backbone.architecture.parts[:-1]
+    first, *blocks = backbone.local.parts[:-1]
     x = batch.run(first, None)
     if (traced := batch.run_traced(x)) is not None:
         return traced
@@ -187,7 +188,7 @@ def _logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypas
         [(num_rows, bypasses, None) for num_rows, bypasses in users], backbone.device, apart=bool(backbone.block_rows)
     )
     context, values = Context(backend=backbone.backend, block_rows=backbone.block_rows), {"x": hidden}
-    graph, runs = backbone.architecture.graphs["head"], backbone.architecture.place_runs["head"]
+    graph, runs = backbone.local.graphs["head"], backbone.local.place_runs["head"]
     weights, num_rows = backbone.weights["head"], hidden.shape[0]
     after = _AfterNode("head", graph, (), adapters, runs, weights, context, num_rows)
     run_graph(graph, values, weights, context, after, after.bypasses.run_nodes if after.bypasses.run_any else None)
@@ -196,7 +197,7 @@ def _logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypas
 
 def final_states(backbone: Backbone, hidden: Tensor) -> Tensor:
     """Rows as the last linear layer of the head reads them, after the final norm: [n, hidden_size] -> [n, width]."""
-    graph, values = backbone.architecture.graphs["head"], {"x": hidden}
+    graph, values = backbone.local.graphs["head"], {"x": hidden}
     context = Context(backend=backbone.backend, block_rows=backbone.block_rows)
     last = graph.node["lm_head"]
     for run in graph.runs:
@@ -237,14 +238,14 @@ class _Batch:
 
     def run(self, part: Part, x: Tensor | None) -> Tensor:
         """One part on all rows; x [n, hidden_size] (None for the embedding). Returns the part's output."""
-        backbone, graph = self._backbone, self._backbone.architecture.graphs[part]
+        backbone, graph = self._backbone, self._backbone.local.graphs[part]
         context = Context(
             backend=backbone.backend,
             block_rows=backbone.block_rows,
             attention=self._attention(part) if graph.kv_tensors else (),
             states=self._states(part) if graph.state_size else (),
         )
-        runs, weights = backbone.architecture.place_runs[part], backbone.weights[part]
+        runs, weights = backbone.local.place_runs[part], backbone.weights[part]
         num_rows = self._keepers[-1].rows.stop
         after = _AfterNode(part, graph, self._keepers, self._adapters, runs, weights, context, num_rows)
         values: dict[str, Tensor] = dict(self._constants)

@@ -27,11 +27,11 @@ class CachedSequence:
         self._device = backbone.device
         self.states = {
             layer: TensorStates(torch.zeros(1, size, device=backbone.device))
-            for layer, size in backbone.architecture.state_sizes.items()
+            for layer, size in backbone.local.state_sizes.items()
         }
         self.cache: dict[Part, dict[str, Tensor]] = {}
-        for layer in backbone.architecture.kv_layers:
-            graph = backbone.architecture.graphs[layer]
+        for layer in backbone.local.kv_layers:
+            graph = backbone.local.graphs[layer]
             self.cache[layer] = {
                 name: torch.zeros(capacity, *graph.spec[name].shape, dtype=backbone.dtype, device=backbone.device)
                 for name in graph.kv_tensors

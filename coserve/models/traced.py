@@ -229,8 +229,8 @@ def _trace_block(
     what: _Traced,
 ) -> Tensor:
     """values: the block's inputs. Returns its output."""
-    graph = backbone.architecture.graphs[layer]
-    runs = {run.node: run for run in backbone.architecture.place_runs[layer] if run.mask & what.places}
+    graph = backbone.local.graphs[layer]
+    runs = {run.node: run for run in backbone.local.place_runs[layer] if run.mask & what.places}
     stores = dict(zip(graph.kv_tensors, (keys, key_values), strict=True))
     if what.has_windows:
         trace.keep((layer, "x"), values["x"])

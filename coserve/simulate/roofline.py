@@ -37,13 +37,13 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
     Every operator takes the longer of its arithmetic, at the pace of its shape, and its memory traffic, and at least a
     call; joined devices add the sums over all of them.
     """
-    architecture = backbone.architecture
+    local = backbone.local
     adapter = Adapter(backbone, LoraConfig(r=16, alpha=32, target_modules="all-linear"))
     programs = training_programs(adapter)
     model, job = model_counts(backbone), job_counts(adapter, programs)
     timer, num_parts = _Timer(backbone), max(1, job.num_parts)
-    blocks = [architecture.graphs[part] for part in architecture.parts[:-1]]
-    head, vocab = architecture.graphs["head"], architecture.vocab_size
+    blocks = [local.graphs[part] for part in local.parts[:-1]]
+    head, vocab = local.graphs["head"], backbone.architecture.vocab_size
 
     def forward(on: Hardware) -> Curve:
         return _curve(lambda rows: timer.graphs_s(on, blocks, rows) + timer.sums_s(on, len(blocks), rows))

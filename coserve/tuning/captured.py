@@ -70,12 +70,12 @@ class CapturedWindows:
         attention.
         """
         backbone, bypasses = adapter.backbone, adapter.bypasses(training=True)
-        architecture = backbone.architecture
+        local = backbone.local
         if not backbone.backend.captures or backbone.block_rows is not None:
             return None
         if bypasses.low_rank is None or not bypasses.low_rank.mask:
             return None
-        if architecture.kv_layers != architecture.parts[1:-1] or any(architecture.state_sizes.values()):
+        if local.kv_layers != local.parts[1:-1] or any(local.state_sizes.values()):
             return None
         return cls(adapter, bypasses)
 
@@ -94,7 +94,7 @@ class CapturedWindows:
         if (size := size_for(window)) is None:
             return None
         self._use(size)
-        layers, rooms = self._adapter.backbone.architecture.kv_layers, dict[Part, WindowRoom]()
+        layers, rooms = self._adapter.backbone.local.kv_layers, dict[Part, WindowRoom]()
         for part in layers:
             if (room := self._room(programs[part], size, pack.saved[part])) is None:
                 return None

@@ -42,7 +42,7 @@ class LayerwisePass(TrainingPass):
             adapter, programs, pack, dropout_seed=dropout_seed, first_row=first_row, memory=memory, training=training
         )
         self._window = window
-        self._forward_parts = adapter.backbone.architecture.parts[:-1]
+        self._forward_parts = adapter.backbone.local.parts[:-1]
         self._num_loss_turns = num_loss_turns(adapter, programs)
         self._turn = LayerwiseCursor(
             num_rows=pack.num_rows,

@@ -27,7 +27,7 @@ class PassMemory:
         self._addresses: tuple[Tensor, dict[Part, slice]] | None = None
         try:
             self._workspace = memory.take(workspace_shapes(programs, backbone, num_rows))
-            for part in backbone.architecture.parts[:-1]:
+            for part in backbone.local.parts[:-1]:
                 self.saved[part] = memory.take(saved_shapes(programs, backbone, part, num_rows))
         except BaseException:  # whatever it was: nothing else could give the pages back
             self.release()
@@ -168,6 +168,6 @@ def workspace_shapes(programs: TrainingPrograms, backbone: Backbone, num_rows: i
     }
     if not programs.parts:
         return shapes
-    for name, width in zip((_KEY_GRADS, _VALUE_GRADS), backbone.architecture.kv_widths, strict=True):
+    for name, width in zip((_KEY_GRADS, _VALUE_GRADS), backbone.local.kv_widths, strict=True):
         shapes[name] = ((num_rows, width), torch.float32)
     return shapes

@@ -66,7 +66,7 @@ def training_programs(
         BudgetError: no block can do with so little.
     """
     backbone = adapter.backbone
-    parts = backbone.architecture.parts
+    parts = backbone.local.parts
     lowest = min((index for index, part in enumerate(parts) if adapter.parameters(part)), default=len(parts))
     programs: dict[Part, Program] = {}
     for index, part in enumerate(parts[:-1]):
@@ -103,7 +103,7 @@ def evaluation_programs(adapter: Adapter, *, mean_context_len: float = 512.0) ->
             compute_dtype=backbone.dtype,
             mean_context_len=mean_context_len,
         )
-        for part in backbone.architecture.parts[:-1]
+        for part in backbone.local.parts[:-1]
     }
     graph = with_loss(adapter.attached("head", training=False).graph)
     loss = _compile(graph, (), compute_dtype=backbone.dtype, mean_context_len=mean_context_len, of=("loss",))

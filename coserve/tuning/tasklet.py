@@ -59,7 +59,7 @@ class Tasklet:
         self.part = windows[0].part
         assert all(window.part == self.part for window in windows), "windows of one part"
         self._backbone, self._windows, self._at_once = backbone, windows, at_once
-        self._graph = backbone.architecture.graphs[self.part]
+        self._graph = backbone.local.graphs[self.part]
         self._made: list[tuple[list[BackwardWindow], BackwardRun]] | None = None
 
     @property

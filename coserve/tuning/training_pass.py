@@ -310,7 +310,7 @@ class TrainingPass:
         """A window through the embedding and all blocks, if there are calls for it."""
         if self.captured is None or not self.captured.fit(rows := self.window_rows(start, end)):
             return None
-        embed = partial(forward_part, self.backbone, [window], self.backbone.architecture.parts[0], None)
+        embed = partial(forward_part, self.backbone, [window], self.backbone.local.parts[0], None)
         return self.captured.forward(rows, self.programs.program, self.kept, embed)
 
     def _forward_states(self, layer: int, start: int, end: int) -> StateRows:

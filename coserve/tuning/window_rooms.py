@@ -102,7 +102,7 @@ class WindowRoom:
         self, backbone: Backbone, size: RoomSize, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     ) -> None:
         """shapes: of what is saved of a row."""
-        device, widths = backbone.device, backbone.architecture.kv_widths
+        device, widths = backbone.device, backbone.local.kv_widths
         attention = backbone.backend.attention_room(num_rows=size.rows, num_keys=size.keys, num_segments=size.segments)
         assert attention is not None, "a backend that captures"
         self.attention: AttentionRoom = attention

@@ -1,10 +1,13 @@
 """The architecture, as tests: imports point downward only, and importing the package costs nothing."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 import coserve
 
@@ -141,3 +144,19 @@ def test_triton_is_imported_in_kernels_alone(tmp_path):
         (tmp_path / name).write_text(content)
     assert _users_of("triton", tmp_path) == ["engine/fast.py"], "it would be found"
     assert _users_of("triton", ROOT) == []
+
+
+_EXECUTED = re.compile(r"\barchitecture\.(graphs|parts(?!\.index)|kv_layers|kv_widths|state_sizes|place_runs)\b")
+
+
+@pytest.mark.parametrize("room", ["memory", "tuning", "devices"])
+def test_what_executes_reads_the_local_model(room):
+    """`Architecture` is the whole model; what runs on this rank is `Backbone.local`. The number of a part is the whole
+    model's.
+    """
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for match in _EXECUTED.finditer(path.read_text())
+    ]
+    assert not found, "use backbone.local"

@@ -105,7 +105,7 @@ def test_a_lora_has_pefts_logits_and_gradients(name, kernels, tmp_path):
     ours = our_logits(adapter.backbone, tokens, adapter.bypasses())
     torch.testing.assert_close(ours, transformers_logits(model, tokens), atol=1e-4, rtol=0)
     theirs, error = peft_gradients(model, sequences), 1e-4
-    if adapter.backbone.architecture.state_sizes:
+    if adapter.backbone.local.state_sizes:
         # The gradients of a state's decay are sums of large terms that cancel: in float32, PEFT's are off as well.
         error = max(error, 3 * worst_error(theirs, wide_gradients(model, sequences)))
     for budget in (None, 4 * adapter.backbone.architecture.hidden_size * 8):

@@ -59,7 +59,7 @@ def test_states_that_training_keeps_are_counted(inspect, name):
     """In each gated delta layer: one at every 64th row, where the layer runs backward, and two that change."""
     directory = str(model_directory(name))
     memory = inspect(directory, "--targets", "down_proj,out_proj", "--seq", "200")["memory_bytes"]
-    sizes = make_backbone(name).architecture.state_sizes.values()
+    sizes = make_backbone(name).local.state_sizes.values()
     assert memory["states"] == sum(-(-(4 + 2) * 4 * size // 64) * 64 for size in sizes)
     assert "states" not in inspect(str(model_directory("llama")))["memory_bytes"]
 

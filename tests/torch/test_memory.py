@@ -68,7 +68,7 @@ def lent(tensors: PagedKv, programs, pack) -> LentRuns:
     """Runs for a pass, one after another from the first page."""
     backbone = tensors.backbone
     groups = [workspace_shapes(programs, backbone, pack.num_rows)]
-    groups += [saved_shapes(programs, backbone, part, pack.num_rows) for part in backbone.architecture.parts[:-1]]
+    groups += [saved_shapes(programs, backbone, part, pack.num_rows) for part in backbone.local.parts[:-1]]
     runs, first = [], 0
     for shapes in groups:
         num_pages = -(-group_bytes(shapes) // tensors.page_bytes)

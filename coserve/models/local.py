@@ -1,0 +1,94 @@
+"""What of a model runs on one rank: its graphs, and the sizes that follow from them.
+
+An `Architecture` is the whole model: names, files, the shapes of adapters. A `LocalModel` is what one rank executes of
+it. With one rank the two have the same graphs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from coserve.graph.ir import Graph
+from coserve.models.base import Architecture, Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceRun:
+    """Neighbouring linear layers that read the same rows: places of adapters."""
+
+    node: str
+    """Node of the first layer."""
+    source: str
+    """Tensor that the layers read."""
+    outputs: tuple[str, ...]
+    """Tensors that the layers give, in order."""
+    first: int
+    """Number of the first layer among all linear layers of the whole model (`Architecture.linear_sites`)."""
+
+    @cached_property
+    def mask(self) -> int:
+        """Return a bit for each layer."""
+        return ((1 << len(self.outputs)) - 1) << self.first
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalModel:
+    """The parts of a model that run here, with their graphs and the sizes of what they keep."""
+
+    architecture: Architecture
+    """The whole model."""
+    graphs: Mapping[Part, Graph]
+    """Graph of each part as it is executed; blocks that are alike share one object."""
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Return the parts that run here, in forward order."""
+        return self.architecture.parts
+
+    @cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Return the blocks with attention: those that have keys and values."""
+        return tuple(layer for layer in self._layers if self.graphs[layer].kv_tensors)
+
+    @cached_property
+    def kv_widths(self) -> tuple[int, ...]:
+        """Return the number of elements of a row's keys, and of its values, in each block with attention."""
+        graph = self.graphs[self.kv_layers[0]]
+        return tuple(graph.spec[name].shape[0] for name in graph.kv_tensors)
+
+    @cached_property
+    def state_sizes(self) -> dict[int, int]:
+        """Return, by block, the elements (float32) that a sequence carries from row to row; blocks without are absent."""
+        sizes = {layer: self.graphs[layer].state_size for layer in self._layers}
+        return {layer: size for layer, size in sizes.items() if size}
+
+    @cached_property
+    def place_runs(self) -> dict[Part, tuple[PlaceRun, ...]]:
+        """Return, by part, its linear layers in runs of those that read the same rows.
+
+        Each layer is one place. Places are numbered through the whole model, so that tables of adapters' factors are
+        alike whatever runs where.
+        """
+        numbers = {site: number for number, site in enumerate(self.architecture.linear_sites.values())}
+        found: dict[Part, tuple[PlaceRun, ...]] = {}
+        for part in self.parts:
+            runs = [nodes for nodes in self.graphs[part].runs if nodes[0].op == "linear"]
+            found[part] = tuple(
+                PlaceRun(
+                    node=nodes[0].name,
+                    source=nodes[0].input["x"],
+                    outputs=tuple(node.outputs[0][1] for node in nodes),
+                    first=numbers[part, nodes[0].name],
+                )
+                for nodes in runs
+            )
+        return found
+
+    @property
+    def _layers(self) -> tuple[int, ...]:
+        return tuple(part for part in self.parts if isinstance(part, int))
+
+
+def local_model(architecture: Architecture) -> LocalModel:
+    """Return what runs of a model on the only rank: all of it."""
+    return LocalModel(architecture=architecture, graphs=architecture.graphs)
