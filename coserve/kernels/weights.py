@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from coserve.errors import ModelError
+from coserve.kernels.cuts import Cut
 from coserve.kernels.low_rank import LowRankGradient, LowRankRows
 
 if TYPE_CHECKING:
@@ -79,6 +80,10 @@ class Weight(ABC):
         """
         grad = backend.cross_entropy_gradient(logits, targets, log_sum, loss_grad, overwrites=True)
         return self.input_gradient(backend, grad)
+
+    @abstractmethod
+    def cut(self, cut: Cut, rank: int) -> "Weight":
+        """Return what a rank holds of the weight where ranks divide it."""
 
     @abstractmethod
     def joined(self, others: Sequence["Weight"]) -> tuple["Weight", list["Weight"]]:
@@ -181,6 +186,9 @@ class DenseWeight(Weight):
     ) -> Tensor:
         return backend.cross_entropy_input_gradient(logits, targets, log_sum, loss_grad, self.tensor)
 
+    def cut(self, cut: Cut, rank: int) -> Weight:
+        return DenseWeight(cut.take(self.tensor, rank))
+
     def joined(self, others: Sequence[Weight]) -> tuple[Weight, list[Weight]]:
         tensors = [self.tensor, *(other.tensors()[0] for other in others)]
         whole = torch.cat(tensors)
@@ -243,6 +251,11 @@ class Int8Weight(Weight):
     def grouped_input_gradient(self, backend: "Backend", grad: Tensor, ends: Tensor) -> Tensor:
         return backend.int8_grouped_input_gradient(grad, self.values, self.scales, ends)
 
+    def cut(self, cut: Cut, rank: int) -> Weight:
+        """Return a rank's piece; scales are those of whole rows, so that numbers do not depend on the ranks."""
+        scales = self.scales if cut.dim == -1 else cut.along(cut.dim + 1).take(self.scales, rank)
+        return Int8Weight(cut.take(self.values, rank), scales, self._dtype)
+
     def joined(self, others: Sequence[Weight]) -> tuple[Weight, list[Weight]]:
         values, scales = (torch.cat(parts) for parts in zip(*(w.tensors() for w in (self, *others)), strict=True))
         sizes = [weight.shape[0] for weight in (self, *others)]
@@ -287,6 +300,9 @@ class JoinedWeight(Weight):
         self, backend: "Backend", grad: Tensor, added: LowRankGradient, onto: Tensor | None
     ) -> Tensor | None:
         return self._own.input_gradient_and_low_rank(backend, grad, added, onto)
+
+    def cut(self, cut: Cut, rank: int) -> Weight:
+        return self._own.cut(cut, rank)
 
     def joined(self, others: Sequence[Weight]) -> tuple[Weight, list[Weight]]:
         raise AssertionError("a weight is joined once")

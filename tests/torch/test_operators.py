@@ -499,7 +499,9 @@ def test_sigmoid_mul(width):
 
 def test_every_operator_of_the_table_has_a_test_here():
     tests = " ".join(name for name in globals() if name.startswith("test_"))
-    assert [name for name in operators() if f"test_{name}" not in tests] == []
+    # Those with a collective have a file of their own.
+    own = [name for name in operators() if not name.startswith("rank_")]
+    assert [name for name in own if f"test_{name}" not in tests] == []
 
 
 def test_an_unknown_operator_is_named_with_the_known_ones():

@@ -1,6 +1,7 @@
 """Activation functions, and the signs of a tensor as bits."""
 
 from collections.abc import Collection, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ class Silu(RowWise):
     needs = {"x": ("x",)}
     restores = ("y",)
     flops_per_element = 4
+    by_columns: ClassVar[bool] = True
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": torch.nn.functional.silu(values["x"])}
@@ -36,6 +38,7 @@ class Gelu(RowWise):
     needs = {"x": ("x",)}
     restores = ("y",)
     flops_per_element = 8
+    by_columns: ClassVar[bool] = True
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": torch.nn.functional.gelu(values["x"], approximate=attributes["approximate"])}
@@ -55,6 +58,7 @@ class Relu(RowWise):
     inputs = ("x",)
     needs = {"x": ("y",)}
     sign_suffices = ("y",)
+    by_columns: ClassVar[bool] = True
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": torch.relu(values["x"])}
@@ -80,6 +84,7 @@ class SiluMul(RowWise):
     restores = ("y",)
     is_gated_unit = True
     flops_per_element = 5
+    by_columns: ClassVar[bool] = True
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": context.backend.silu_mul(values["gate"], values["up"])}
@@ -105,6 +110,7 @@ class ClampedSwiglu(RowWise):
     inputs = ("gate", "up")
     needs = {"gate": ("gate", "up"), "up": ("gate", "up")}
     flops_per_element = 8
+    by_columns: ClassVar[bool] = True
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         gate, up = self._clamped(values, attributes)

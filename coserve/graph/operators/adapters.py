@@ -1,12 +1,14 @@
 """What adapters add to a site beyond products: vectors, dropout, and DoRA's magnitudes."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
 
+from coserve.graph.layouts import AnyState, Given, Layout
 from coserve.graph.operators.base import Attributes, Context, RowWise, Values
-from coserve.graph.operators.linear import dropped
+from coserve.graph.operators.linear import dropped, has_one_run, with_first_feature
+from coserve.kernels.cuts import Cut
 
 
 class AddVector(RowWise):
@@ -15,6 +17,9 @@ class AddVector(RowWise):
     name = "add_vector"
     inputs = ("x", "vector")
     needs = {"x": (), "vector": ()}
+    by_columns: ClassVar[bool] = True
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
+    added: ClassVar[frozenset[str]] = frozenset({"vector"})
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": values["x"] + attributes["factor"] * values["vector"]}
@@ -38,6 +43,9 @@ class OtherVector(RowWise):
     name = "other_vector"
     inputs = ("like", "new", "old")
     needs: ClassVar = {"like": None, "new": (), "old": None}
+    by_columns: ClassVar[bool] = True
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"like"}),)
+    added: ClassVar[frozenset[str]] = frozenset({"new", "old"})
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": (values["new"] - values["old"]).expand_as(values["like"]).clone()}
@@ -56,6 +64,8 @@ class OnVirtualRows(RowWise):
     name = "on_virtual_rows"
     inputs = ("x", "other", "tokens")
     needs: ClassVar = {"x": ("tokens",), "other": ("tokens",), "tokens": None}
+    by_columns: ClassVar[bool] = True
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x", "other"}),)
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": (values["other"] - values["x"]) * (values["tokens"] < 0)[:, None]}
@@ -75,6 +85,8 @@ class Gain(RowWise):
     name = "gain"
     inputs = ("x", "factor")
     needs: ClassVar = {"x": ("factor",), "factor": ("x", "factor")}
+    by_columns: ClassVar[bool] = True
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": values["x"] * (values["factor"].flatten() - 1)}
@@ -96,6 +108,18 @@ class Dropout(RowWise):
     name = "dropout"
     inputs = ("x", "dropout_row_ids")
     needs = {"x": ("dropout_row_ids",), "dropout_row_ids": None}
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
+
+    def layouts(self, given: Given) -> Sequence[Layout]:
+        cuts = [Layout(inputs={"x": cut}, outputs={"y": cut}) for cut in given.cuts_of("x") if has_one_run(cut)]
+        return [*super().layouts(given), *cuts]
+
+    def demands(self, given: Given) -> dict[str, Cut]:
+        cut = given.cuts.get("y")
+        return {} if cut is None else {"x": cut}
+
+    def localized(self, attributes: Attributes, states: Mapping[str, AnyState], rank: int) -> Attributes:
+        return with_first_feature(attributes, states["x"], rank)
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": dropped(values["x"], values, attributes, context)}
@@ -124,6 +148,9 @@ class Magnitude(RowWise):
         "bias": None,
     }
     flops_per_element = 5
+    by_columns: ClassVar[bool] = True
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"base", "change"}),)
+    added: ClassVar[frozenset[str]] = frozenset({"bias"})
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         gain = values["magnitude"] / values["norm"]

@@ -6,10 +6,14 @@ from math import prod
 import torch
 from torch import Tensor
 
+from coserve.graph.layouts import AnyState, Given, Layout
 from coserve.graph.operators.base import Attributes, Context, Load, Operator, Shape, Shapes, Values
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.base import rows_of_owner
+from coserve.kernels.cuts import Cut, head_cut
+
+_HEADS = "heads of attention"
 
 
 class Attention(Operator):
@@ -31,6 +35,42 @@ class Attention(Operator):
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": (shapes["q"], None), "lse": ((attributes["num_heads"],), torch.float32)}
+
+    def layouts(self, given: Given) -> Sequence[Layout]:
+        cuts = self.demands(given)
+        if not all(cut in given.states.get(slot, ()) for slot, cut in cuts.items()):
+            return []
+        heads = head_cut(given.attributes["num_heads"], 1, given.size, name=_HEADS)
+        return [Layout(inputs={**cuts, "sinks": heads}, outputs={"y": cuts["q"], "lse": heads})]
+
+    def demands(self, given: Given) -> dict[str, Cut]:
+        """Return the cuts into whole heads; of key heads, several ranks may have the same one."""
+        numbers = {"q": given.attributes["num_heads"], **dict.fromkeys("kv", given.attributes["num_key_value_heads"])}
+        names = {"q": _HEADS, **dict.fromkeys("kv", "key heads")}
+        return {
+            slot: head_cut(
+                number,
+                given.specs[slot].shape[0] // number,
+                given.size,
+                name=names[slot],
+                may_copy=slot != "q",
+            )
+            for slot, number in numbers.items()
+        }
+
+    def localized(self, attributes: Attributes, states: Mapping[str, AnyState], rank: int) -> Attributes:
+        q, k = states["q"], states["k"]
+        if not isinstance(q, Cut) or not isinstance(k, Cut):
+            return attributes
+        heads, key_heads = attributes["num_heads"], attributes["num_key_value_heads"]
+        found = {
+            **attributes,
+            "num_heads": heads // q.size,
+            "num_key_value_heads": key_heads * k.local // k.width,
+        }
+        if (slopes := attributes.get("alibi_slopes")) is not None:
+            found["alibi_slopes"] = slopes[rank * heads // q.size : (rank + 1) * heads // q.size]
+        return found
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         q, spec = _heads(values["q"], attributes["num_heads"]), attention_spec(values, attributes)

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from coserve.errors import GraphError
+from coserve.graph.layouts import FIRST, PART, AnyState, Given, Layout
 from coserve.graph.states import StateRows
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.attention import AttentionBatch
 from coserve.kernels.base import Backend, Factor
+from coserve.kernels.cuts import Cut
+from coserve.kernels.groups.base import RankGroup, SingleRank
 from coserve.kernels.low_rank import LowRankGradient, LowRankRows
 
 # Tensors by name; a backbone's linear weights are `kernels.weights.Weight`, parameters of several adapters `Grouped`.
@@ -55,6 +58,8 @@ class Context:
     block_rows: int | None = None
     attention: tuple[AttentionRows, ...] = ()
     states: tuple[StateRows, ...] = ()
+    group: RankGroup = field(default_factory=SingleRank)
+    """The ranks that run the same graph together, among which collectives run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +133,13 @@ class Operator(ABC):
     overwrites: ClassVar[frozenset[str]] = frozenset()
     # Slots for which the VJP accepts packed signs (`Backend.pack_signs`) in place of the values.
     sign_suffices: ClassVar[tuple[str, ...]] = ()
+    # Whether a column of the result depends on the same column of its inputs alone (vectors count as rows do), so that
+    # ranks may each have some columns. Narrower rows are whole.
+    by_columns: ClassVar[bool] = False
+    # Sets of row inputs in which the result is linear (in all of a set at once): of parts of sums it gives a part.
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = ()
+    # Inputs that are added to the result: with parts of sums, one rank alone may add them.
+    added: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
@@ -222,6 +234,33 @@ class Operator(ABC):
         flops = round(load.rows * self.vjp_flops_per_row(wanted, specs, attributes, load.mean_context_len))
         return Cost(flops=flops, bytes=_traffic(touched, load))
 
+    def layouts(self, given: Given) -> Sequence[Layout]:
+        """Return the ways in which ranks may run this operator, beside all of them running it on whole tensors.
+
+        What is not listed is never done: an operator without layouts runs on whole tensors.
+        """
+        found = [
+            Layout(inputs={**dict.fromkeys(slots, PART), **dict.fromkeys(self.added, FIRST)}, outputs=_parts(self))
+            for slots in self.linear_in
+            if all(PART in given.states.get(slot, ()) for slot in slots)
+        ]
+        if self.by_columns:
+            slots = wide_rows(given)
+            cuts = dict.fromkeys(cut for slot in slots for cut in given.cuts_of(slot))
+            for cut in cuts:
+                vectors = {slot: own for slot in given.specs if (own := vector_cut(given.specs[slot], cut)) is not None}
+                found.append(Layout(inputs=dict.fromkeys(slots, cut) | vectors, outputs={self.outputs[0]: cut}))
+        return found
+
+    def demands(self, given: Given) -> dict[str, Cut]:
+        """Return the cuts of row inputs that go with the cuts of the outputs (`Given.cuts`)."""
+        cut = given.cuts.get(self.outputs[0])
+        return dict.fromkeys(wide_rows(given), cut) if self.by_columns and cut is not None else {}
+
+    def localized(self, attributes: Attributes, states: Mapping[str, AnyState], rank: int) -> Attributes:
+        """Return the attributes of this operator on a rank, by the states of its tensors; here: the same."""
+        return attributes
+
     def bytes_moved(self, specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load) -> int:
         """Memory traffic of one forward execution; by default every tensor is read or written once."""
         return _traffic(specs.values(), load)
@@ -254,6 +293,24 @@ class RowWise(Operator):
 
     def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
         return self.flops_per_element * prod(specs[self.inputs[0]].shape)
+
+
+def wide_rows(given: Given) -> list[str]:
+    """Return the slots of the row inputs that are as wide as the first output."""
+    widths = {slot: spec.shape[-1] for slot, spec in given.specs.items() if spec.per_row and spec.shape}
+    output = widths.get("y")
+    return [slot for slot in given.states if widths.get(slot) == output]
+
+
+def vector_cut(spec: TensorSpec, cut: Cut) -> Cut | None:
+    """Return a cut of rows as one of a vector that goes with their columns; None for any other tensor."""
+    if spec.per_row or prod(spec.shape) != cut.width or cut.width not in spec.shape:
+        return None
+    return cut.along(spec.shape.index(cut.width) - len(spec.shape))
+
+
+def _parts(operator: Operator) -> dict[str, AnyState]:
+    return dict.fromkeys(operator.outputs, PART)
 
 
 def _traffic(specs: Collection[TensorSpec], load: Load) -> int:

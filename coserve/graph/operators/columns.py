@@ -1,13 +1,17 @@
 """Parts of what a fused projection gives."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from coserve.graph.layouts import AnyState, Given, Layout
 from coserve.graph.operators.base import Attributes, Context, Operator, Shape, Shapes, Values
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.base import Factor
+from coserve.kernels.cuts import Cut, mapped
 
 
 class Columns(Operator):
@@ -21,9 +25,30 @@ class Columns(Operator):
     inputs = ("x",)
     needs = {"x": ()}
     sums = frozenset({"x"})
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((attributes["groups"] * attributes["width"],), None)}
+
+    def layouts(self, given: Given) -> Sequence[Layout]:
+        found = list(super().layouts(given))
+        place = _place(given.attributes)
+        for cut in given.cuts_of("x"):
+            y = mapped(cut, len(place), {column: own for own, column in place.items()})
+            if y is not None and _local_attributes(given.attributes, cut) is not None:
+                found.append(Layout(inputs={"x": cut}, outputs={"y": y}))
+        return found
+
+    def demands(self, given: Given) -> dict[str, Cut]:
+        cut = given.cuts.get("y")
+        found = cut and mapped(cut, given.specs["x"].shape[0], _place(given.attributes))
+        return {"x": found} if found else {}
+
+    def localized(self, attributes: Attributes, states: Mapping[str, AnyState], rank: int) -> Attributes:
+        cut = states["x"]
+        found = _local_attributes(attributes, cut) if isinstance(cut, Cut) else attributes
+        assert found is not None, "a layout of this operator"
+        return found
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": _part(values["x"], attributes).flatten(1)}
@@ -78,6 +103,45 @@ def _parts(attributes: Attributes) -> list[Attributes]:
         found.append({**attributes, "start": start, "width": width})
         start += width
     return found
+
+
+def _place(attributes: Attributes) -> dict[int, int]:
+    """Return, by column of y, the column of x that it is."""
+    parts = _parts(attributes) if "widths" in attributes else [attributes]
+    columns = [
+        group * attributes["of"] + each["start"] + column
+        for each in parts
+        for group in range(attributes["groups"])
+        for column in range(each["width"])
+    ]
+    return dict(enumerate(columns))
+
+
+def _local_attributes(attributes: Attributes, cut: Cut) -> Attributes | None:
+    """Return the attributes where x is cut; None where a rank's columns form no equal groups.
+
+    What a rank has of a group stands together, and has to have every part in the same width as in other groups.
+    """
+    parts = _parts(attributes) if "widths" in attributes else [attributes]
+    bounds = [parts[0]["start"], *(each["start"] + each["width"] for each in parts)]
+    found = set[tuple[int, ...]]()
+    for runs in cut.runs:
+        held: dict[int, list[int]] = {}
+        for run in runs:
+            for column in range(run.start, run.stop):
+                held.setdefault(column // attributes["of"], []).append(column % attributes["of"])
+        of_groups = {
+            (len(held), len(each), *(sum(c < bound for c in each) for bound in bounds)) for each in held.values()
+        }
+        found |= of_groups
+    if len(found) != 1:
+        return None
+    [(groups, of, start, *ends)] = found
+    widths = tuple(end - before for before, end in pairwise((start, *ends)))
+    if 0 in widths:
+        return None
+    width = {"widths": widths} if "widths" in attributes else {"width": widths[0]}
+    return {"groups": groups, "of": of, "start": start, **width}
 
 
 def _part(x: Tensor, attributes: Attributes) -> Tensor:

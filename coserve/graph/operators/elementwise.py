@@ -1,6 +1,7 @@
 """Sums, products and bounds."""
 
 from collections.abc import Collection, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ class Add(RowWise):
     name = "add"
     inputs = ("a", "b")
     needs = {"a": (), "b": ()}
+    by_columns: ClassVar[bool] = True
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"a", "b"}),)
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": values["a"] + values["b"]}
@@ -39,6 +42,8 @@ class Mul(RowWise):
     inputs = ("x", "factor")
     needs = {"x": ("factor",), "factor": ("x",)}
     restores = ("y",)
+    by_columns: ClassVar[bool] = True
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}), frozenset({"factor"}))
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": values["x"] * values["factor"]}
@@ -63,6 +68,8 @@ class Scale(RowWise):
     name = "scale"
     inputs = ("x",)
     needs = {"x": ()}
+    by_columns: ClassVar[bool] = True
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": values["x"] * _factor(attributes, values["x"].dtype)}
@@ -84,6 +91,7 @@ class Clamp(RowWise):
     name = "clamp"
     inputs = ("x",)
     needs = {"x": ("x",)}
+    by_columns: ClassVar[bool] = True
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": values["x"].clamp(-attributes["most"], attributes["most"])}
@@ -101,6 +109,7 @@ class SoftCap(RowWise):
     inputs = ("x",)
     needs = {"x": ("y",)}
     flops_per_element = 8
+    by_columns: ClassVar[bool] = True
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": torch.tanh(values["x"] / attributes["cap"]).mul_(attributes["cap"])}

@@ -4,14 +4,17 @@ A row goes to k of E experts; what it has there stands side by side, [n, k * wid
 sorted by expert, and each expert's rows meet its matrix in one call.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from coserve.graph.layouts import FIRST, PART, Given, Layout
 from coserve.graph.operators.base import Attributes, Context, Operator, RowWise, Shape, Shapes, Values
 from coserve.graph.tensors import TensorSpec
+from coserve.kernels.cuts import Cut, even_cut, pattern, repeated
 from coserve.kernels.weights import as_weight
 
 
@@ -88,9 +91,32 @@ class ExpertLinear(Operator):
         "weight": ("x", "experts", "weight"),
         "bias": ("experts", "bias"),
     }
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
+    added: ClassVar[frozenset[str]] = frozenset({"bias"})
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["experts"][0] * shapes["weight"][1],), None)}
+
+    def layouts(self, given: Given) -> Sequence[Layout]:
+        """Return the layouts with some rows of each expert's matrix on a rank, or some columns."""
+        found, num_chosen = list(super().layouts(given)), given.specs["experts"].shape[0]
+        y = given.cuts.get("y")
+        if y is not None and (rows := pattern(y, num_chosen)) is not None:
+            found.append(Layout(inputs={"weight": rows.along(-2), "bias": rows}, outputs={"y": y}))
+        if not given.attributes["shared"]:
+            columns = {x: pattern(x, num_chosen) for x in given.cuts_of("x")}
+            found += [
+                Layout(inputs={"x": x, "weight": cut, "bias": FIRST}, outputs={"y": PART})
+                for x, cut in columns.items()
+                if cut is not None
+            ]
+        return found
+
+    def demands(self, given: Given) -> dict[str, Cut]:
+        cut = even_cut(given.specs["weight"].shape[2], given.size)
+        if cut is None or given.attributes["shared"]:
+            return {}
+        return {"x": repeated(cut, given.specs["experts"].shape[0])}
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         experts, weight, bias = values["experts"], as_weight(values["weight"]), values.get("bias")
@@ -132,6 +158,7 @@ class Mixture(RowWise):
     inputs = ("x", "shares")
     needs = {"x": ("shares",), "shares": ("x",)}
     flops_per_element = 2
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["x"][0] // shapes["shares"][0],), None)}

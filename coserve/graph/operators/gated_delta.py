@@ -1,16 +1,21 @@
 """Gated delta layers: linear attention with a state of fixed size in place of keys and values."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from coserve.graph.layouts import AnyState, Given, Layout
 from coserve.graph.operators.base import Attributes, Context, Operator, RowWise, Shape, Shapes, Values
 from coserve.graph.states import StateRun
 from coserve.graph.tensors import TensorSpec
+from coserve.kernels.cuts import Cut, head_cut, side_by_side
 from coserve.kernels.gated_delta import GatedDeltaRows, GatedDeltaSpec, GatedDeltaWeights
 
 _ROWS, _WEIGHTS = ("x", "b", "a"), ("conv", "a_log", "dt_bias")
+
+_HEADS = "heads of a state"
 
 
 class GatedDelta(Operator):
@@ -30,6 +35,29 @@ class GatedDelta(Operator):
 
     def state_size(self, attributes: Attributes) -> int:
         return GatedDeltaSpec(**attributes).state_size
+
+    def layouts(self, given: Given) -> Sequence[Layout]:
+        cuts = self.demands(given)
+        if not all(cut in given.states.get(slot, ()) for slot, cut in cuts.items()):
+            return []
+        weights = {"conv": cuts["x"].along(-3), "a_log": cuts["a"], "dt_bias": cuts["a"]}
+        heads, width = given.attributes["num_value_heads"], given.attributes["value_dim"]
+        return [Layout(inputs={**cuts, **weights}, outputs={"y": head_cut(heads, width, given.size, name=_HEADS)})]
+
+    def demands(self, given: Given) -> dict[str, Cut]:
+        """Return the cuts into whole heads; of key heads, several ranks may have the same one."""
+        spec = GatedDeltaSpec(**given.attributes)
+        keys = head_cut(spec.num_key_heads, spec.key_dim, given.size, name="key heads of a state", may_copy=True)
+        values = head_cut(spec.num_value_heads, spec.value_dim, given.size, name=_HEADS)
+        heads = head_cut(spec.num_value_heads, 1, given.size, name=_HEADS)
+        return {"x": side_by_side([keys, keys, values]), "b": heads, "a": heads}
+
+    def localized(self, attributes: Attributes, states: Mapping[str, AnyState], rank: int) -> Attributes:
+        x, heads = states["x"], states["a"]
+        if not isinstance(x, Cut) or not isinstance(heads, Cut):
+            return attributes
+        keys = (x.local - heads.local * attributes["value_dim"]) // (2 * attributes["key_dim"])
+        return {**attributes, "num_key_heads": keys, "num_value_heads": heads.local}
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         spec, weights = GatedDeltaSpec(**attributes), _weights(values)
@@ -97,6 +125,8 @@ class SigmoidMul(RowWise):
     needs = {"gate": ("gate", "x"), "x": ("gate",)}
     restores = ("y",)
     flops_per_element = 5
+    by_columns: ClassVar[bool] = True
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": torch.sigmoid(values["gate"]) * values["x"]}

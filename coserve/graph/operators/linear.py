@@ -7,9 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from coserve.graph.layouts import FIRST, PART, AnyState, Given, Layout
 from coserve.graph.operators.base import Attributes, Context, Load, Operator, Shape, Shapes, Values
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.base import Factor
+from coserve.kernels.cuts import Cut, even_cut
 from coserve.kernels.low_rank import LowRankGradient, LowRankRows
 from coserve.kernels.weights import as_weight
 
@@ -22,6 +24,20 @@ class _Product(Operator):
 
     def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
         return 2 * prod(specs["weight"].shape)
+
+    def layouts(self, given: Given) -> Sequence[Layout]:
+        """Return the products of parts of sums, with rows of the weight (columns of y), and with its columns."""
+        found = list(super().layouts(given))
+        if (cut := given.cuts.get("y")) is not None:
+            found.append(Layout(inputs={"weight": cut.along(-2), "bias": cut}, outputs={"y": cut}))
+        found += [
+            Layout(inputs={"x": cut, "weight": cut, "bias": FIRST}, outputs={"y": PART}) for cut in given.cuts_of("x")
+        ]
+        return found
+
+    def demands(self, given: Given) -> dict[str, Cut]:
+        cut = even_cut(given.specs["x"].shape[0], given.size)
+        return {} if cut is None else {"x": cut}
 
     def vjp_flops_per_row(
         self,
@@ -44,6 +60,8 @@ class Linear(_Product):
     joins_rows: ClassVar[bool] = True
     sums: ClassVar[frozenset[str]] = frozenset({"x"})
     takes_low_rank: ClassVar[bool] = True
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
+    added: ClassVar[frozenset[str]] = frozenset({"bias"})
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": as_weight(values["weight"]).product(context.backend, values["x"], values.get("bias"))}
@@ -107,6 +125,7 @@ class LowRank(_Product):
     grouped: ClassVar[frozenset[str]] = frozenset({"weight"})
     apart: ClassVar[frozenset[str]] = frozenset({"x"})
     has_low_rank_gradient: ClassVar[bool] = True
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": context.backend.low_rank_product(values["x"], values["weight"])}
@@ -147,6 +166,13 @@ class DropoutLowRank(_Product):
     needs = {"x": ("weight", "dropout_row_ids"), "weight": ("x", "dropout_row_ids"), "dropout_row_ids": None}
     sums: ClassVar[frozenset[str]] = frozenset({"weight"})
     grouped: ClassVar[frozenset[str]] = frozenset({"weight"})
+    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
+
+    def layouts(self, given: Given) -> Sequence[Layout]:
+        return [each for each in super().layouts(given) if has_one_run(each.inputs.get("x"))]
+
+    def localized(self, attributes: Attributes, states: Mapping[str, AnyState], rank: int) -> Attributes:
+        return with_first_feature(attributes, states["x"], rank)
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         x = dropped(values["x"], values, attributes, context)
@@ -176,6 +202,18 @@ def dropped(x: Tensor, values: Values, attributes: Attributes, context: Context)
     return context.backend.dropped(x, values["dropout_row_ids"], p=attributes["p"], salt=attributes["salt"])
 
 
+def has_one_run(state: AnyState | None) -> bool:
+    """Return whether a rank's columns stand side by side in the whole row, so that dropout can count its features."""
+    return not isinstance(state, Cut) or all(len(runs) == 1 for runs in state.runs)
+
+
+def with_first_feature(attributes: Attributes, state: AnyState, rank: int) -> Attributes:
+    """Return dropout's attributes on a rank: features are counted from the salt on, which moves to its first one."""
+    if not isinstance(state, Cut):
+        return attributes
+    return {**attributes, "salt": attributes["salt"] + state.runs[rank][0].start}
+
+
 def _low_rank_gradient(dy: Tensor, x: Tensor, context: Context) -> Tensor:
     """dF of one adapter, float32 [out, in]."""
     total = torch.zeros(dy.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
@@ -190,7 +228,8 @@ class Embedding(Operator):
     used. Ids that nobody has are refused where requests and examples come in.
 
     Negative ids are virtual tokens: id -1 - j is the j-th. With the attribute `virtual` they are what is looked up
-    (at j), and the rows of all others are zeros.
+    (at j), and the rows of all others are zeros. Attribute `first`, on a rank that has a part of a table: the number of
+    its first entry; ids of entries that others have give rows of zeros.
     """
 
     name = "embedding"
@@ -200,9 +239,28 @@ class Embedding(Operator):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["weight"][1],), None)}
 
+    def layouts(self, given: Given) -> Sequence[Layout]:
+        """Return the layout with some entries on each rank; of a table of virtual tokens, with some columns."""
+        if given.attributes.get("virtual"):
+            cut = given.cuts.get("y")
+            return [] if cut is None else [Layout(inputs={"weight": cut}, outputs={"y": cut})]
+        entries = even_cut(given.specs["weight"].shape[0], given.size, padded=True)
+        assert entries is not None
+        return [Layout(inputs={"weight": entries.along(-2)}, outputs={"y": PART})]
+
+    def localized(self, attributes: Attributes, states: Mapping[str, AnyState], rank: int) -> Attributes:
+        cut = states["weight"]
+        if not isinstance(cut, Cut) or cut.dim != -2:
+            return attributes
+        return {**attributes, "first": cut.runs[rank][0].start}
+
     def _entries(self, values: Values, attributes: Attributes) -> tuple[Tensor, Tensor]:
         """Which entry each row looks up, and which rows look up nothing."""
         ids = -1 - values["ids"] if attributes.get("virtual") else values["ids"]
+        if "first" in attributes:
+            entries = ids + (attributes["offset"] - attributes["first"])
+            num_entries = values["weight"].shape[0]
+            return entries.clamp(0, num_entries - 1), (ids < 0) | (entries < 0) | (entries >= num_entries)
         last = values["weight"].shape[0] - 1 - attributes["offset"]
         return ids.clamp(0, last) + attributes["offset"], ids < 0
 

@@ -4,12 +4,14 @@ norms).
 Statistics and gradients are computed in float32 and rounded to the input's dtype, as transformers does.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from coserve.graph.layouts import WHOLE, AnyState, Given, Layout
 from coserve.graph.operators.base import Attributes, Context, RowWise, Values
+from coserve.kernels.cuts import Cut
 
 
 class RmsNorm(RowWise):
@@ -23,6 +25,27 @@ class RmsNorm(RowWise):
     needs = {"x": ("x", "weight"), "weight": ("x", "weight")}
     restores = ("y",)
     flops_per_element = 4
+
+    def layouts(self, given: Given) -> Sequence[Layout]:
+        """Return the layouts by whole heads, or with a sum of squares over the ranks (`rank_rms_norm`)."""
+        features, found = given.specs["weight"].shape[0], list[Layout]()
+        for cut in given.cuts_of("x"):
+            if features == cut.width:
+                inputs = {"x": cut, "weight": cut}
+                found.append(Layout(inputs=inputs, outputs={"y": cut}, op="rank_rms_norm", link=2))
+            elif all(run.start % features == 0 == run.stop % features for runs in cut.runs for run in runs):
+                found.append(Layout(inputs={"x": cut}, outputs={"y": cut}))
+        return found
+
+    def demands(self, given: Given) -> dict[str, Cut]:
+        cut = given.cuts.get("y")
+        return {} if cut is None else {"x": cut}
+
+    def localized(self, attributes: Attributes, states: Mapping[str, AnyState], rank: int) -> Attributes:
+        cut = states["x"]
+        if not isinstance(cut, Cut) or states["weight"] is WHOLE:
+            return attributes
+        return {**attributes, "width": cut.local * cut.size}
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": context.backend.rms_norm(values["x"], _whole(values["weight"], attributes), attributes["eps"])}

@@ -1,11 +1,13 @@
 """Rotary position embedding."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
+from coserve.graph.layouts import Given, Layout
 from coserve.graph.operators.base import Attributes, Context, RowWise, Values
+from coserve.kernels.cuts import Cut
 
 
 class Rope(RowWise):
@@ -19,6 +21,18 @@ class Rope(RowWise):
     inputs = ("x", "cos", "sin")
     needs = {"x": ("cos", "sin"), "cos": None, "sin": None}
     flops_per_element = 3
+
+    def layouts(self, given: Given) -> Sequence[Layout]:
+        width = given.attributes.get("head_dim", given.specs["cos"].shape[0])
+        return [
+            Layout(inputs={"x": cut}, outputs={"y": cut})
+            for cut in given.cuts_of("x")
+            if all(run.start % width == 0 == run.stop % width for runs in cut.runs for run in runs)
+        ]
+
+    def demands(self, given: Given) -> dict[str, Cut]:
+        cut = given.cuts.get("y")
+        return {} if cut is None else {"x": cut}
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         return {"y": _turned(context.backend.rope, values["x"], values, attributes)}

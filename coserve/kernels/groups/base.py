@@ -7,12 +7,21 @@ that raised `RankGoneError` is over.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 # Types that can be summed. Those of two bytes are added in float32 and rounded once.
 SUMMED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Which rank of a group of how many runs something."""
+
+    rank: int = 0
+    size: int = 1
 
 
 class RankGroup(ABC):

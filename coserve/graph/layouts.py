@@ -1,0 +1,69 @@
+"""How the ranks of a tensor-parallel group divide tensors: states, and the layouts that an operator can run in.
+
+Every tensor of a rank's graph is in one of these states, of which only a cut has data of its own:
+
+- WHOLE: every rank has the whole tensor.
+- COPIED: the same, after a `rank_copy`: its gradient is a part of a sum on each rank, which the copy adds up.
+- PART: the ranks' tensors add up to the whole one.
+- FIRST: rank 0 has the whole tensor, all others have zeros (weights that are added to a PART).
+- a `Cut`: each rank has some entries of one dimension.
+
+States of gradients follow: of WHOLE and of PART it is whole, of COPIED a part, of a cut it is cut alike. Where several
+ranks hold the same piece of a cut, their gradients of it add up.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, TypeAlias
+
+from coserve.graph.tensors import TensorSpec
+from coserve.kernels.cuts import Cut
+
+
+class State(Enum):
+    """How a rank's tensor stands to the whole one, where it is not cut; see the module's docstring."""
+
+    WHOLE = "="
+    COPIED = "c"
+    PART = "+"
+    FIRST = "-"
+
+
+WHOLE, COPIED, PART, FIRST = State.WHOLE, State.COPIED, State.PART, State.FIRST
+AnyState: TypeAlias = State | Cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way for ranks to run an operator: the states of its inputs and outputs, by slot.
+
+    An input that is left out is WHOLE or, if it is a row that needs a gradient, COPIED, since each rank then gives a
+    part of that gradient.
+    """
+
+    inputs: Mapping[str, AnyState] = field(default_factory=dict)
+    outputs: Mapping[str, AnyState] = field(default_factory=dict)
+    op: str | None = None
+    """The operator that runs in its place, with collectives of its own; None: itself."""
+    link: int = 0
+    """Elements per row that this operator's own collectives move."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What an operator's layouts depend on."""
+
+    size: int
+    """Number of ranks."""
+    specs: Mapping[str, TensorSpec]
+    """The whole tensors, by slot."""
+    attributes: Mapping[str, Any]
+    states: Mapping[str, frozenset[AnyState]] = field(default_factory=dict)
+    """By slot of a row input, the states in which it is there."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """By slot of an output, the cut in which its readers can use it."""
+
+    def cuts_of(self, slot: str) -> list[Cut]:
+        """Return the cuts in which a row input is there."""
+        return [state for state in self.states.get(slot, ()) if isinstance(state, Cut)]

@@ -1,0 +1,237 @@
+"""Collectives between the ranks of a tensor-parallel group, and operators that contain one.
+
+Every rank runs the same nodes in the same order, so that collectives meet. A gradient is as wide as its tensor; what a
+collective does to it is the transpose of what it does to the tensor (Megatron-LM, arXiv 1909.08053, section 3).
+"""
+
+from collections.abc import Collection, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from coserve.graph.operators.base import Attributes, Context, Cost, Load, RowWise, Shape, Shapes, Values
+from coserve.graph.operators.linear import Linear
+from coserve.graph.operators.loss import LinearCrossEntropy
+from coserve.graph.tensors import TensorSpec
+from coserve.kernels.cuts import Cut
+
+# Memory traffic that an element of a collective stands for: links are slower than memory, and a sum that is repeated
+# to save memory costs its latency again.
+_TRAFFIC_PER_ELEMENT = 16
+
+
+class _Collective(RowWise):
+    """What collectives of rows have in common. Attribute: tensor, the name for messages."""
+
+    inputs = ("x",)
+    needs: ClassVar = {"x": ()}
+    flops_per_element = 0
+    moves: ClassVar[bool] = False
+    moves_gradient: ClassVar[bool] = False
+
+    def cost(self, specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load) -> Cost:
+        return self._cost(specs, load, moves=self.moves)
+
+    def vjp_cost(
+        self, wanted: Collection[str], specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load
+    ) -> Cost:
+        return self._cost(specs, load, moves=self.moves_gradient)
+
+    def _cost(self, specs: Mapping[str, TensorSpec], load: Load, *, moves: bool) -> Cost:
+        num_bytes = load.rows * specs["y"].num_bytes(load.compute_dtype)
+        return Cost(bytes=(_TRAFFIC_PER_ELEMENT if moves else 1) * num_bytes)
+
+
+class RankSum(_Collective):
+    """y = the sum of all ranks' x; the gradient of each is that of y."""
+
+    name = "rank_sum"
+    moves = True
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": _summed(values["x"], attributes, context)}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        return {"x": gradients["y"]}
+
+
+class RankCopy(_Collective):
+    """y = x, which every rank has; its gradient is the sum of what all ranks give."""
+
+    name = "rank_copy"
+    moves_gradient = True
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": values["x"]}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        return {"x": _summed(gradients["y"], attributes, context)}
+
+
+class RankGather(_Collective):
+    """y = the whole row, of which every rank has some columns. Attribute: cut, a `Cut` of y's columns."""
+
+    name = "rank_gather"
+    moves = True
+
+    def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
+        return {"y": ((attributes["cut"].width,), None)}
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        x, cut = values["x"], attributes["cut"]
+        y = x.new_empty(x.shape[0], cut.width)
+        for rank, piece in enumerate(context.group.all_gather(x, attributes["tensor"])):
+            if cut.is_first(rank):
+                cut.put(y, piece, rank)
+        return {"y": y}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        cut, rank = attributes["cut"], context.group.rank
+        piece = cut.take(gradients["y"], rank)
+        # Gradients of the copies of a piece add up to that of the piece.
+        return {"x": piece if cut.is_first(rank) else torch.zeros_like(piece)}
+
+
+class RankTake(_Collective):
+    """y = a rank's columns of x, which every rank has; its gradient is the sum of what all ranks give, which the
+    `rank_copy` before it adds up. Attribute: cut, a `Cut` of x's columns.
+    """
+
+    name = "rank_take"
+
+    def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
+        return {"y": ((attributes["cut"].local,), None)}
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        cut: Cut = attributes["cut"]
+        return {"y": cut.take(values["x"], context.group.rank)}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        dy, cut = gradients["y"], attributes["cut"]
+        dx = dy.new_zeros(dy.shape[0], cut.width)
+        cut.put(dx, dy, context.group.rank)
+        return {"x": dx}
+
+
+class RankFirst(_Collective):
+    """y = x, which every rank has, on rank 0, and zeros on all others: x as a part of a sum."""
+
+    name = "rank_first"
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        return {"y": torch.zeros_like(values["x"]) if context.group.rank else values["x"]}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        return {"x": gradients["y"]}
+
+
+class RankRmsNorm(RowWise):
+    """y = weight * x / rms(the whole row), where a rank has some columns of the row: x [n, local], weight [local].
+
+    Attributes: eps, width (columns of all ranks, copies counted), and `plus_one` as in `rms_norm`. Forward and VJP sum
+    one float32 of each row over the ranks.
+    """
+
+    name = "rank_rms_norm"
+    inputs = ("x", "weight")
+    needs: ClassVar = {"x": ("x", "weight"), "weight": ("x",)}
+    flops_per_element = 4
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        x = values["x"].float()
+        # As `rms_norm`: the normalised row is rounded before it meets the weight, unless that is in float32.
+        normalised = x * _scale(x, attributes, context)
+        weight = values["weight"]
+        if attributes.get("plus_one"):
+            return {"y": (normalised * (weight.float() + 1)).to(values["x"].dtype)}
+        return {"y": weight * normalised.to(values["x"].dtype)}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        x, dy, result = values["x"].float(), gradients["y"].float(), {}
+        scale = _scale(x, attributes, context)
+        if "weight" in wanted:
+            result["weight"] = (dy * x * scale).sum(0)
+        if "x" in wanted:
+            weight = values["weight"].float()
+            weighted = dy * (weight + 1 if attributes.get("plus_one") else weight)
+            along = (weighted * x).sum(-1, keepdim=True)
+            mean = context.group.sum_(along, "rank_rms_norm gradient") / attributes["width"]
+            result["x"] = (scale * (weighted - x * scale.square() * mean)).to(values["x"].dtype)
+        return result
+
+
+class RankLinearCrossEntropy(LinearCrossEntropy):
+    """`linear_cross_entropy` where each rank has some rows of the weight: x [n, in], weight [local, in], bias [local].
+
+    Attribute: cut, a `Cut` of the vocabulary into neighbouring pieces, the last of which may end in tokens that nobody
+    has. Three floats of each row are gathered: the rank's log-sum, its largest logit, and the target's where it is.
+    """
+
+    name = "rank_linear_cross_entropy"
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        logits = _LINEAR.forward(values, attributes, context)["y"]
+        num_there = _num_there(attributes["cut"], context.group.rank)
+        logits[:, num_there:] = -torch.inf
+        targets, is_here = _local_targets(values["targets"], attributes, context)
+        of_targets = logits.gather(1, targets[:, None])[:, 0].float().masked_fill_(~is_here, 0)
+        own = torch.stack([logits.float().logsumexp(-1), logits.amax(-1).float(), of_targets], -1)
+        log_sums, largest, found = context.group.all_gather(own, "loss").unbind(-1)
+        log_sum, of_target = log_sums.logsumexp(0), found.sum(0)
+        correct = largest.amax(0) <= of_target
+        return {"loss": log_sum - of_target, "correct": correct, "log_sum": log_sum, "logits": logits}
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        logits, log_sum, loss_grad = values["logits"], values["log_sum"], gradients["loss"]
+        targets, is_here = _local_targets(values["targets"], attributes, context)
+        # A row whose target another rank has takes any target here, whose gradient is then put right.
+        elsewhere = (~is_here).nonzero()[:, 0]
+        at = targets[elsewhere]
+        right = (logits[elsewhere, at].float() - log_sum[elsewhere]).exp_() * loss_grad[elsewhere]
+        dy = context.backend.cross_entropy_gradient(logits, targets, log_sum, loss_grad, overwrites=True)
+        dy[elsewhere, at] = right.to(dy.dtype)
+        return _LINEAR.vjp(wanted, values, {"y": dy}, attributes, context)
+
+
+_LINEAR = Linear()
+
+
+def _summed(x: Tensor, attributes: Attributes, context: Context) -> Tensor:
+    """Return the sum of all ranks' rows, a new tensor."""
+    return context.group.sum_(x.clone(memory_format=torch.contiguous_format), attributes["tensor"])
+
+
+def _scale(x: Tensor, attributes: Attributes, context: Context) -> Tensor:
+    """Return 1 / rms of the whole rows, float32 [n, 1]."""
+    squares = x.square().sum(-1, keepdim=True)
+    mean = context.group.sum_(squares, "rank_rms_norm") / attributes["width"]
+    return torch.rsqrt(mean + attributes["eps"])
+
+
+def _num_there(cut: Cut, rank: int) -> int:
+    """Return how many of a rank's entries there are in the whole."""
+    [run] = cut.runs[rank]
+    return max(0, min(run.stop, cut.width) - run.start)
+
+
+def _local_targets(targets: Tensor, attributes: Attributes, context: Context) -> tuple[Tensor, Tensor]:
+    """Return each row's target as an entry of this rank (any entry where another has it), and whether it is here."""
+    [run] = attributes["cut"].runs[context.group.rank]
+    local = targets - run.start
+    last = run.stop - run.start - 1
+    return local.clamp(0, last), (local >= 0) & (local <= last)

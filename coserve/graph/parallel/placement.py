@@ -1,0 +1,155 @@
+"""Placements: the state of every tensor of a graph on the ranks of a group, and the graph that a rank runs."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from coserve.graph.ir import Graph, Node
+from coserve.graph.layouts import WHOLE, AnyState
+from coserve.graph.tensors import TensorSpec
+from coserve.kernels.cuts import Cut
+
+# What is added to the name of a tensor that a collective makes.
+_SUFFIX = {
+    "rank_sum": "ranks",
+    "rank_gather": "gather",
+    "rank_copy": "copy",
+    "rank_take": "take",
+    "rank_first": "first",
+}
+
+
+class Conversion(NamedTuple):
+    """A collective that brings a tensor from one state to another."""
+
+    op: str
+    tensor: str
+    before: AnyState
+    after: AnyState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """How ranks run one node of the whole graph."""
+
+    node: Node
+    op: str
+    """The operator that they run; the node's, or one with a collective of its own in its place."""
+    states: Mapping[str, AnyState]
+    """State of every tensor of the node, by slot."""
+    conversions: tuple[Conversion, ...]
+    """Collectives before the node."""
+    is_whole: bool
+    """Whether all ranks run it on whole tensors with whole gradients."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LocalGraph:
+    """The graph that one rank runs."""
+
+    graph: Graph
+    states: Mapping[str, AnyState]
+    """State of every tensor, by its name in the graph; constants are whole."""
+    summed: frozenset[str]
+    """Weights and parameters of whose gradient each rank has a part: the ranks that hold the same entries add theirs
+    up, once for each optimizer step."""
+
+    @cached_property
+    def collectives(self) -> tuple[Node, ...]:
+        """Return the nodes that move data between ranks, forward or backward."""
+        return tuple(node for node in self.graph.nodes if node.op.startswith("rank_"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The state of every tensor of a graph on the ranks of a group, and the collectives between them."""
+
+    graph: Graph
+    """The whole graph."""
+    size: int
+    """Number of ranks."""
+    decisions: tuple[Decision, ...]
+    last: tuple[Conversion, ...]
+    """Collectives after the last node."""
+    outputs: tuple[tuple[str, AnyState], ...]
+    """The graph's outputs, and the states in which they leave it."""
+    start: Mapping[str, Collection[AnyState]] = field(default_factory=dict)
+    """Tensors that are there from the start in other states than whole."""
+
+    @cached_property
+    def _names(self) -> dict[tuple[str, AnyState], str]:
+        """Return the name of each tensor in each state in which it is there."""
+        found: dict[tuple[str, AnyState], str] = {}
+        for tensor in self.graph.tensors:
+            states = self.start.get(tensor.name, ()) if tensor.name not in self.graph.producer else ()
+            found |= {(tensor.name, state): tensor.name for state in states or (WHOLE,)}
+        for decision in self.decisions:
+            for slot, name in (*decision.node.inputs, *decision.node.outputs):
+                found.setdefault((name, decision.states[slot]), name)
+        for each in self.conversions:
+            found[each.tensor, each.after] = f"{each.tensor}.{_SUFFIX[each.op]}"
+        return found
+
+    @property
+    def conversions(self) -> Iterator[Conversion]:
+        """Return all collectives that stand between nodes, in order."""
+        for decision in self.decisions:
+            yield from decision.conversions
+        yield from self.last
+
+    def local(self, rank: int) -> LocalGraph:
+        """Return the graph of a rank."""
+        tensors = dict[str, TensorSpec]()
+        states, nodes, summed = dict[str, AnyState](), list[Node](), set[str]()
+
+        def declare(name: str, state: AnyState) -> str:
+            local = self._names[name, state]
+            tensors[local], states[local] = replace(local_spec(self.graph.spec[name], state), name=local), state
+            return local
+
+        def convert(each: Conversion) -> None:
+            attributes: list[tuple[str, Any]] = [("tensor", each.tensor)]
+            cut = each.before if each.op == "rank_gather" else each.after
+            if isinstance(cut, Cut):
+                attributes.insert(0, ("cut", cut))
+            x, y = declare(each.tensor, each.before), declare(each.tensor, each.after)
+            nodes.append(
+                Node(name=y, op=each.op, inputs=(("x", x),), outputs=(("y", y),), attributes=tuple(attributes))
+            )
+
+        for decision in self.decisions:
+            for conversion in decision.conversions:
+                convert(conversion)
+            node, of = decision.node, decision.states
+            attributes = node.operator.localized(node.attribute, of, rank)
+            inputs = tuple((slot, declare(name, of[slot])) for slot, name in node.inputs)
+            outputs = tuple((slot, declare(name, of[slot])) for slot, name in node.outputs)
+            for slot, name in node.inputs:
+                if self.graph.spec[name].kind in ("weight", "parameter") and _is_summed(of[slot], decision):
+                    summed.add(name)
+            nodes.append(
+                Node(
+                    name=node.name,
+                    op=decision.op,
+                    inputs=inputs,
+                    outputs=outputs,
+                    attributes=tuple(sorted(attributes.items())),
+                )
+            )
+        for conversion in self.last:
+            convert(conversion)
+        outputs_ = tuple(self._names[output] for output in self.outputs)
+        graph = Graph(tensors=tuple(tensors.values()), nodes=tuple(nodes), outputs=outputs_)
+        return LocalGraph(graph=graph, states=states, summed=frozenset(summed))
+
+
+def local_spec(spec: TensorSpec, state: AnyState) -> TensorSpec:
+    """Return what a tensor is on a rank."""
+    return replace(spec, shape=state.local_shape(spec.shape)) if isinstance(state, Cut) else spec
+
+
+def _is_summed(state: AnyState, decision: Decision) -> bool:
+    if isinstance(state, Cut):
+        return state.num_copies > 1
+    return state is WHOLE and not decision.is_whole

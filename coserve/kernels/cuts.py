@@ -1,0 +1,201 @@
+"""How ranks divide one dimension of a tensor: which entries each of them holds.
+
+Pieces are equally large on all ranks. They need not be neighbours (a fused projection is divided part by part), and
+several ranks may hold the same piece (key heads, where there are fewer than ranks).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from coserve.errors import GraphError
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Run:
+    """Neighbouring entries of a dimension."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How one dimension is divided among the ranks of a group, each of which has as many entries as the others."""
+
+    width: int
+    """Entries of the whole dimension."""
+    runs: tuple[tuple[Run, ...], ...]
+    """By rank, the entries that it holds, in their order in the whole. Entries from `width` on are zeros."""
+    dim: int = -1
+    """The dimension, counted from the last one (-1), so that it is the same with and without rows in front."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.runs)
+
+    @cached_property
+    def local(self) -> int:
+        """Return the number of entries that each rank holds."""
+        return sum(run.stop - run.start for run in self.runs[0])
+
+    @cached_property
+    def num_copies(self) -> int:
+        """Return the number of ranks that hold the same piece."""
+        return self.runs.count(self.runs[0])
+
+    def is_first(self, rank: int) -> bool:
+        """Return whether a rank is the first of those that hold its piece."""
+        return self.runs.index(self.runs[rank]) == rank
+
+    def along(self, dim: int) -> "Cut":
+        """Return the same cut of another dimension."""
+        return replace(self, dim=dim)
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a rank's piece of a tensor of this whole shape."""
+        assert shape[self.dim] == self.width, f"a cut of {self.width} entries on {shape}"
+        place = len(shape) + self.dim
+        return (*shape[:place], self.local, *shape[place + 1 :])
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a rank's piece of a whole tensor, contiguous and a copy."""
+        pieces = [
+            whole.narrow(self.dim, run.start, max(0, min(run.stop, self.width) - run.start))
+            for run in self.runs[rank]
+            if run.start < self.width
+        ]
+        missing = self.local - sum(piece.shape[self.dim] for piece in pieces)
+        if missing:
+            shape = list(whole.shape)
+            shape[self.dim] = missing
+            pieces.append(whole.new_zeros(shape))
+        return torch.cat(pieces, self.dim)
+
+    def put(self, whole: Tensor, piece: Tensor, rank: int) -> None:
+        """Write a rank's piece to its place in the whole tensor: the inverse of `take`."""
+        start = 0
+        for run in self.runs[rank]:
+            num_there = max(0, min(run.stop, self.width) - run.start)
+            if num_there:
+                whole.narrow(self.dim, run.start, num_there).copy_(piece.narrow(self.dim, start, num_there))
+            start += run.stop - run.start
+
+
+def even_cut(width: int, size: int, *, padded: bool = False) -> Cut | None:
+    """Return a cut into neighbouring pieces of equal width; None where the width does not divide.
+
+    Args:
+        width: entries of the whole dimension.
+        size: number of ranks.
+        padded: whether the last pieces may end in zeros, so that every width divides.
+    """
+    if width % size and not padded:
+        return None
+    local = -(-width // size)
+    runs = tuple((Run(start=rank * local, stop=(rank + 1) * local),) for rank in range(size))
+    return Cut(width=width, runs=runs)
+
+
+def head_cut(num_heads: int, head_width: int, size: int, *, name: str, may_copy: bool = False) -> Cut:
+    """Return a cut into whole heads; with fewer heads than ranks, neighbouring ranks hold the same one.
+
+    Args:
+        num_heads: number of heads of the whole tensor.
+        head_width: entries of each.
+        size: number of ranks.
+        name: what the heads are called in a message.
+        may_copy: whether ranks may hold the same head.
+
+    Raises:
+        GraphError: the heads cannot be divided among the ranks.
+    """
+    if num_heads % size == 0:
+        cut = even_cut(num_heads * head_width, size)
+        assert cut is not None
+        return cut
+    if not may_copy or size % num_heads:
+        fitting = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        multiples = ", or a multiple of it" if may_copy else ""
+        raise GraphError(
+            f"{num_heads} {name} cannot be divided among {size} ranks; a number of ranks that fits is "
+            f"{' or '.join(map(str, fitting))}{multiples}"
+        )
+    copies = size // num_heads
+    return Cut(
+        width=num_heads * head_width,
+        runs=tuple(
+            (Run(start=rank // copies * head_width, stop=(rank // copies + 1) * head_width),) for rank in range(size)
+        ),
+    )
+
+
+def side_by_side(parts: Sequence[Cut]) -> Cut:
+    """Return the cut of a tensor whose columns are those of several tensors, one after another."""
+    start, runs = 0, [list[Run]() for _ in parts[0].runs]
+    for part in parts:
+        for own, of_rank in zip(runs, part.runs, strict=True):
+            own += [Run(start=run.start + start, stop=run.stop + start) for run in of_rank]
+        start += part.width
+    return Cut(width=start, runs=tuple(merged(own) for own in runs))
+
+
+def united(cuts: Sequence[Cut]) -> Cut:
+    """Return the cut in which each rank has what it has in any of several cuts of one tensor."""
+    if all(cut == cuts[0] for cut in cuts):
+        return cuts[0]
+    return replace(
+        cuts[0],
+        runs=tuple(merged(run for cut in cuts for run in cut.runs[rank]) for rank in range(cuts[0].size)),
+    )
+
+
+def merged(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Return runs in their order, with those that touch or overlap as one."""
+    found: list[Run] = []
+    for run in sorted(runs):
+        if found and run.start <= found[-1].stop:
+            found[-1] = Run(start=found[-1].start, stop=max(found[-1].stop, run.stop))
+        else:
+            found.append(run)
+    return tuple(found)
+
+
+def mapped(cut: Cut, width: int, place: Mapping[int, int]) -> Cut | None:
+    """Return the cut of another dimension whose entries correspond to those of this one.
+
+    Args:
+        cut: the cut to map.
+        width: entries of the other dimension.
+        place: entry -> the entry that corresponds to it there; entries without one are left out.
+
+    Returns:
+        The cut; None where ranks would hold different numbers of entries, or none.
+    """
+    found = tuple(
+        merged(
+            Run(start=place[entry], stop=place[entry] + 1)
+            for run in runs
+            for entry in range(run.start, run.stop)
+            if entry in place
+        )
+        for runs in cut.runs
+    )
+    sizes = {sum(run.stop - run.start for run in runs) for runs in found}
+    return Cut(width=width, runs=found) if len(sizes) == 1 and sizes != {0} else None
+
+
+def repeated(cut: Cut, times: int) -> Cut:
+    """Return the cut of several tensors side by side that are all cut like this one."""
+    return side_by_side([cut] * times)
+
+
+def pattern(cut: Cut, times: int) -> Cut | None:
+    """Return the cut that this one repeats `times` times; None if it repeats none."""
+    width = cut.width // times
+    first = mapped(cut, width, {entry: entry for entry in range(width)})
+    return first if first is not None and repeated(first, times) == cut else None
