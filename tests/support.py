@@ -25,6 +25,7 @@ from coserve.adapters import Adapter, LoraConfig, load_adapter
 from coserve.kernels.cpu.products import CpuProducts
 from coserve.kernels.plain import PlainBackend
 from coserve.models import Backbone, load_backbone
+from coserve.models.vision_language import VisionLanguage
 
 transformers_logging.disable_progress_bar()
 
@@ -144,6 +145,21 @@ def model_directory(name: str = "llama", dtype: torch.dtype = torch.float32) -> 
 def make_backbone(name: str = "llama", dtype: str = "float32", kernels: str | None = None) -> Backbone:
     """The same model, loaded by coserve from its directory."""
     return load_backbone(str(model_directory(name)), dtype=dtype, kernels=kernels)
+
+
+def targets_of(name: str) -> Any:
+    """All linear layers. Of a mixture, PEFT's all-linear would add experts and routers, and of most, PEFT takes the
+    name of an MLP's projection for that of all experts' projections.
+    """
+    architecture = make_backbone(name).architecture
+    if isinstance(architecture, VisionLanguage):
+        return r".*language_model.*proj[a-z_]*"  # and nothing of what sees
+    if not architecture.expert_sites:
+        return "all-linear"
+    modules = [module.partition(".mlp.") for module in architecture.linear_sites if module != "lm_head"]
+    own = {mlp or before.rpartition(".")[2] for before, _, mlp in modules}
+    is_taken = name != "qwen3.5-moe"
+    return sorted(each for each in own if not is_taken or not each.endswith(("gate_proj", "up_proj", "down_proj")))
 
 
 def peft_twin(name: str = "llama", *, seed: int = 0, **lora: Any) -> tuple[PeftModel, Adapter]:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from coserve.adapters.attached import AdapterGraphs
 from coserve.adapters.file_names import CONFIG_FILE, WEIGHTS_FILE
 from coserve.adapters.frozen_weights import FROZEN, FrozenWeights
 from coserve.adapters.layout import AdapterLayout
@@ -24,7 +25,7 @@ from coserve.adapters.reparametrization import Reparametrization
 from coserve.adapters.tensor_files import write_tensors
 from coserve.adapters.whole_files import replace_file
 from coserve.errors import AdapterError
-from coserve.graph.bypass import AttachedGraph, Bypass, attach
+from coserve.graph.bypass import AttachedGraph, Bypass
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
 from coserve.models.bypasses import BoundBypass, Bypasses
@@ -72,7 +73,9 @@ class AdapterConfig(ABC):
 
     @abstractmethod
     def initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
-        """The float32 value that a parameter (by its name in the bypass) starts from, on the generator's device."""
+        """Return the float32 value that a parameter (by its name in the bypass) starts from, on the generator's device:
+        the whole one, of this shape, or what this rank holds of it.
+        """
 
     def sizes(self, architecture: Architecture) -> "AdapterLayout":
         """What a job's tensors are, before there are any; AdapterError if it fits nowhere on this model."""
@@ -97,7 +100,7 @@ class AdapterConfig(ABC):
 
     def derived(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The derived tensors of the bypass at a site, by their names there, from its parameters (float32): made after
-        each change of these.
+        each change of these. They are whole, or what this rank holds of them, as the parameters are.
         """
         return {}
 
@@ -170,8 +173,8 @@ class Adapter:
         """Make a fresh adapter; AdapterError if it fits nowhere on this model.
 
         seed: of the initial values, which do not depend on the device. every_target: see `AdapterConfig.sites`.
-        masters: copied in place of initial values. frozen, frozen_weights: what it brings and does not train, and these
-        tensors by module.
+        masters: whole ones, copied in place of initial values. frozen, frozen_weights: what it brings and does not
+        train, and these tensors by module.
         """
         self.backbone, self.config = backbone, config
         architecture = backbone.architecture
@@ -197,7 +200,8 @@ class Adapter:
                 value = config.initial(layout.local_names[name], shape, self.at[module], generator)
             # What begins as a weight may lie as a backend has laid that, and PyTorch's fused AdamW takes elements of a
             # gradient in the order in which they lie.
-            self.masters[name] = value = value.to(backbone.device).contiguous()
+            value = self.graphs.own(name, value.to(backbone.device), shape, backbone.ranks.rank).contiguous()
+            self.masters[name] = value
             part = layout.places[module].part
             local = name.removeprefix(backbone.architecture.prefix(part))
             self._compute.setdefault(part, {})[local] = value.to(backbone.dtype)
@@ -225,7 +229,10 @@ class Adapter:
     def _frozen_weight(self, module: str) -> Tensor | None:
         """Return the weight that the adapter brings for a module, if it brings one."""
         frozen = self.layout.frozen
-        return None if frozen is None else self.frozen_weights.get(frozen.owner(module, self.architecture))
+        whole = None if frozen is None else self.frozen_weights.get(frozen.owner(module, self.architecture))
+        if whole is None:
+            return None
+        return self.graphs.own(f"{module}.{FROZEN}", whole, tuple(whole.shape), self.backbone.ranks.rank)
 
     def _place_of(self, name: str) -> tuple[Part, str]:
         """Return the part of a parameter, by its full name, and its name in the part's graph."""
@@ -263,7 +270,7 @@ class Adapter:
 
     def attached(self, part: Part, *, training: bool = True) -> AttachedGraph:
         """The part's graph with this adapter's bypasses, as training differentiates it or as requests run it."""
-        return self._attached[training][part]
+        return self.graphs.by_training[training][part]
 
     def bypasses(self, *, training: bool = False) -> Bypasses:
         """What forward spans of this adapter's rows carry."""
@@ -301,7 +308,11 @@ class Adapter:
     def save(self, directory: Path) -> None:
         """Write its files: in PEFT's format, float32. The config names this backbone as the base model, and the task
         that it is for: causal language modelling.
+
+        AdapterError if ranks hold parts of it.
         """
+        if self.graphs.states:
+            raise AdapterError("the adapter of a model that is divided among ranks cannot be saved yet")
         fields = {**self.config.to_peft(), **self.config.to_peft_of(self.architecture)}
         fields["base_model_name_or_path"] = self.backbone.name
         tensors = self.config.to_peft_tensors(self.masters, self.layout) | self._frozen_in_files()
@@ -329,7 +340,7 @@ class Adapter:
         copy = Adapter.__new__(Adapter)
         copy.backbone, copy.config, copy.layout, copy.at = self.backbone, self.config, self.layout, self.at
         copy.masters, copy.frozen_weights = masters, self.frozen_weights
-        copy._attached = self._attached  # the graphs are the same
+        copy.graphs = self.graphs  # the graphs are the same
         computed = {name: master.to(self.backbone.dtype) for name, master in masters.items()}
         copy._compute = {
             part: {name: computed[self.master_name(part, name)] for name in tensors}
@@ -348,8 +359,10 @@ class Adapter:
                 found = self.config.derived(site, self.masters_at[module])
             assert found.keys() == {spec.name for spec in specs}, "what the bypass declares, and no more"
             tensors = self._tensors.setdefault(site.place.part, {})
-            for name, tensor in found.items():
-                tensors[f"{site.place.node.name}.{name}"] = tensor.to(self.backbone.dtype)
+            for spec in specs:
+                full, rank = f"{module}.{spec.name}", self.backbone.ranks.rank
+                own = self.graphs.own(full, found[spec.name], spec.shape, rank)
+                tensors[f"{site.place.node.name}.{spec.name}"] = own.to(self.backbone.dtype)
 
     @cached_property
     def masters_at(self) -> dict[str, dict[str, Tensor]]:
@@ -363,23 +376,9 @@ class Adapter:
         return found
 
     @cached_property
-    def _attached(self) -> dict[bool, dict[Part, AttachedGraph]]:
-        graphs, layout = self.architecture.graphs, self.layout
-        shared: dict[tuple[Any, ...], AttachedGraph] = {}
-        result: dict[bool, dict[Part, AttachedGraph]] = {}
-        for training in (True, False):
-            result[training] = {}
-            for part, graph in graphs.items():
-                bypasses = {
-                    place.node.name: layout.bypass(self.config, place, training=training)
-                    for place in layout.places.values()
-                    if place.part == part
-                }
-                key = (graph, tuple((site, each.graph, tuple(each.own.items())) for site, each in bypasses.items()))
-                if key not in shared:
-                    shared[key] = attach(graph, bypasses)
-                result[training][part] = shared[key]
-        return result
+    def graphs(self) -> AdapterGraphs:
+        """Return the graphs of the model's parts with the bypasses, and what of each parameter this rank holds."""
+        return AdapterGraphs.of(self.config, self.layout, self.backbone)
 
     @cached_property
     def _bypasses(self) -> dict[bool, Bypasses]:
@@ -395,5 +394,5 @@ class Adapter:
                 },
                 self.architecture,
             )
-            for training, parts in self._attached.items()
+            for training, parts in self.graphs.by_training.items()
         }

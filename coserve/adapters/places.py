@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 import torch
 from torch import Tensor
 
 from coserve.graph.ir import Node
+from coserve.graph.layouts import AnyState
+from coserve.kernels.cuts import Cut
 from coserve.kernels.weights import Weight, as_weight
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
@@ -86,13 +87,46 @@ class Site:
 
     @property
     def dense_weight(self) -> Tensor:
-        """The weight [out, in] in float32, on the backbone's device; not to be changed, it may be the weight itself."""
+        """The weight [out, in] in float32, on the backbone's device; not to be changed, it may be the weight itself.
+
+        Where ranks divide the model, it is what this rank holds of the weight.
+        """
         return self.weight.dense().to(self.backbone.device, torch.float32)
 
-    @cached_property
+    @property
+    def whole_weight(self) -> Tensor:
+        """Return `dense_weight` of all ranks together, which all of them have to ask for."""
+        own, cut, group = self.dense_weight, self._weight_state, self.backbone.group
+        if not isinstance(cut, Cut):
+            return own
+        shape = list(own.shape)
+        shape[cut.dim] = cut.width
+        whole = own.new_zeros(shape)
+        for rank, piece in enumerate(group.all_gather(own, self.place.module)):
+            cut.put(whole, piece, rank)
+        return whole
+
+    def sum_over_inputs(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' tensors where each has some of the site's inputs; elsewhere the tensor itself.
+
+        All ranks have to ask for it.
+        """
+        state = self._weight_state
+        is_divided = isinstance(state, Cut) and state.dim == -1
+        return self.backbone.group.sum_(x.contiguous(), self.place.module) if is_divided else x
+
+    @property
     def row_norms_squared(self) -> Tensor:
-        """Of the rows of the weight, float32 [out]."""
-        return self.dense_weight.square().sum(1)
+        """Return the sums of squares of the rows of `dense_weight`, over all inputs, float32 [out]."""
+        # Not a cached_property: before Python 3.12 these take a lock, and ranks that are threads would wait for it.
+        found: Tensor | None = self.__dict__.get("row_norms")
+        if found is None:
+            found = self.__dict__["row_norms"] = self.sum_over_inputs(self.dense_weight.square().sum(1))
+        return found
+
+    @property
+    def _weight_state(self) -> AnyState:
+        return self.backbone.local.state(self.place.part, self.place.node.input["weight"])
 
     def _tensor(self, slot: str) -> Tensor:
         place = self.place

@@ -31,8 +31,10 @@ def is_principal(initial: object) -> bool:
 @lru_cache(maxsize=1)
 def principal_factors(site: Site, initial: str, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
     """A0 [rank, in] and B0 [out, rank], float32, with scaling * B0 A0 the part of the weight that is taken (PiSSA), or
-    B0 A0 with B0 orthonormal (OLoRA); AdapterError for a rank above the weight's.
+    B0 A0 with B0 orthonormal (OLoRA); AdapterError for a rank above the weight's, and where ranks divide the model.
     """
+    if site.backbone.ranks.size > 1:
+        raise AdapterError(f"init_lora_weights={initial!r} needs whole weights, which ranks divide here")
     weight = site.dense_weight
     if rank > min(weight.shape):
         raise AdapterError(

@@ -85,7 +85,7 @@ def token_graph(place: Place, tokens: tuple[int, ...]) -> Graph:
 
 def tokens_initial(tokens: tuple[int, ...], site: Site) -> Tensor:
     """Return the tokens' rows of the module's weight, float32, on the CPU."""
-    return site.dense_weight[list(tokens)].cpu().clone()
+    return site.whole_weight[list(tokens)].cpu().clone()
 
 
 def with_tokens(weight: Tensor, tokens: tuple[int, ...], rows: Tensor) -> Tensor:

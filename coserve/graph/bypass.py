@@ -101,8 +101,11 @@ def combined(first: Graph, second: Graph) -> Graph:
     return b.build(b.apply("add", "both", {"a": first.outputs[0], "b": second.outputs[0]}))
 
 
-def attach(graph: Graph, bypasses: Mapping[str, Bypass]) -> AttachedGraph:
-    """Put each bypass at the node that its key names.
+def attach(graph: Graph, bypasses: Mapping[str, Bypass], at: Mapping[str, str] | None = None) -> AttachedGraph:
+    """Put each bypass at the node that its key, the site, names.
+
+    at: by site, the node to whose output the result is added, where that is another: what the bypass reads, and the
+    names of its tensors, are the site's either way.
 
     Tensors and nodes of a bypass get the site's name in front (parameter `lora_A.weight` at `self_attn.q_proj` becomes
     `self_attn.q_proj.lora_A.weight`); constants keep theirs. The sum takes over the name of the site's output.
@@ -110,21 +113,26 @@ def attach(graph: Graph, bypasses: Mapping[str, Bypass]) -> AttachedGraph:
     if unknown := [site for site in bypasses if site not in graph.node]:
         raise GraphError(f"no node {', '.join(unknown)} to attach a bypass to")
     tensors, nodes, attached_bypasses = dict(graph.spec), list[Node](), {}
+    sites = {(at or {}).get(site, site): site for site in bypasses}
     for node in graph.nodes:
-        if node.name not in bypasses:
+        if (site := sites.get(node.name)) is None:
             nodes.append(node)
         else:
-            made, attached_bypasses[node.name] = _attach_at(graph, node, bypasses[node.name], tensors)
+            made, attached_bypasses[node.name] = _attach_at(graph, node, graph.node[site], bypasses[site], tensors)
             nodes += made
     attached = Graph(tensors=tuple(tensors.values()), nodes=tuple(nodes), outputs=graph.outputs)
     return AttachedGraph(graph=attached, bypasses=attached_bypasses)
 
 
 def _attach_at(
-    graph: Graph, node: Node, bypass: Bypass, tensors: dict[str, TensorSpec]
+    graph: Graph, node: Node, site_node: Node, bypass: Bypass, tensors: dict[str, TensorSpec]
 ) -> tuple[list[Node], AttachedBypass]:
-    """Return the nodes that take the place of a site's node, and its bypass; what they need is added to `tensors`."""
-    site, (slot, output), source = node.name, node.outputs[0], node.inputs[0][1]
+    """Return the nodes that take the place of a node, and the bypass; what they need is added to `tensors`.
+
+    node: to whose output the bypass is added. site_node: what it reads of the site.
+    """
+    site, (slot, output), source = site_node.name, node.outputs[0], site_node.inputs[0][1]
+    assert node is site_node or not bypass.own, "weights of its own take the place of the site's"
     host = _with_own_weights(node, bypass, tensors)
     instead = host if bypass.own else None
     if bypass.graph is None:
@@ -132,12 +140,13 @@ def _attach_at(
     base = f"{site}.base"
     tensors[base] = replace(graph.spec[output], name=base)
     host = replace(host, outputs=((slot, base), *node.outputs[1:]))
-    read = {_SITE_INPUT: source, _SITE_OUTPUT: base, _SITE_EXPERTS: node.input.get(_SITE_EXPERTS, "")}
+    read = {_SITE_INPUT: source, _SITE_OUTPUT: base, _SITE_EXPERTS: site_node.input.get(_SITE_EXPERTS, "")}
     names = {}
     for tensor in bypass.graph.tensors:
         is_site_weight = tensor.kind == "weight"
         if tensor.name in bypass.rows or is_site_weight:
-            found = host.input.get(tensor.name, "") if is_site_weight else read[tensor.name]
+            given = host if node is site_node else site_node
+            found = given.input.get(tensor.name, "") if is_site_weight else read[tensor.name]
             _check_is_read(tensor, tensors.get(found), site)
             names[tensor.name] = found
             continue

@@ -11,6 +11,7 @@ from coserve.errors import ModelError, UnsupportedModelError
 from coserve.graph.blocks import split_rows
 from coserve.kernels import find_backend
 from coserve.kernels.base import Backend
+from coserve.kernels.groups.base import RankGroup, Ranks, SingleRank
 from coserve.kernels.weights import Weight
 from coserve.models.base import Architecture, Part
 from coserve.models.families import build_architecture
@@ -52,11 +53,18 @@ class Backbone:
     backend: Backend = field(repr=False)
     weight_format: str = "dense"
     block_rows: int | None = None
+    group: RankGroup = field(default_factory=SingleRank, repr=False)
+    """The ranks that hold the model together; one holds all of it."""
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """Return which rank this is."""
+        return Ranks(rank=self.group.rank, size=self.group.size)
 
     @cached_property
     def local(self) -> LocalModel:
         """Return what of the model runs here."""
-        return local_model(self.architecture)
+        return local_model(self.architecture, self.ranks)
 
     def deterministic(self, *, is_so: bool = True) -> "Backbone":
         """The same weights; forward passes of requests give a row the same results in any company, or need not.

@@ -187,7 +187,7 @@ def _logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypas
     adapters = RowAdapters(
         [(num_rows, bypasses, None) for num_rows, bypasses in users], backbone.device, apart=bool(backbone.block_rows)
     )
-    context, values = Context(backend=backbone.backend, block_rows=backbone.block_rows), {"x": hidden}
+    context, values = _context(backbone), {"x": hidden}
     graph, runs = backbone.local.graphs["head"], backbone.local.place_runs["head"]
     weights, num_rows = backbone.weights["head"], hidden.shape[0]
     after = _AfterNode("head", graph, (), adapters, runs, weights, context, num_rows)
@@ -198,13 +198,18 @@ def _logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypas
 def final_states(backbone: Backbone, hidden: Tensor) -> Tensor:
     """Rows as the last linear layer of the head reads them, after the final norm: [n, hidden_size] -> [n, width]."""
     graph, values = backbone.local.graphs["head"], {"x": hidden}
-    context = Context(backend=backbone.backend, block_rows=backbone.block_rows)
+    context = _context(backbone)
     last = graph.node["lm_head"]
     for run in graph.runs:
         if last in run:
             break
         values.update(run_nodes(run, values, backbone.weights["head"], context))
     return values[last.input["x"]]
+
+
+def _context(backbone: Backbone) -> Context:
+    """Return what row-wise operators need."""
+    return Context(backend=backbone.backend, block_rows=backbone.block_rows, group=backbone.group)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -242,6 +247,7 @@ class _Batch:
         context = Context(
             backend=backbone.backend,
             block_rows=backbone.block_rows,
+            group=backbone.group,
             attention=self._attention(part) if graph.kv_tensors else (),
             states=self._states(part) if graph.state_size else (),
         )
@@ -259,6 +265,8 @@ class _Batch:
     def run_traced(self, x: Tensor) -> Tensor | None:
         """All blocks on all rows as one call; None where they must run one by one."""
         (first, *others), backbone = self._keepers, self._backbone
+        if backbone.ranks.size > 1:
+            return None  # a trace has no collectives
         requests = first.own.in_pages
         windows = [window for keeper in others if (window := keeper.own.in_window) is not None]
         if requests is None or len(windows) < len(others) or backbone.block_rows is not None:

@@ -8,8 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from coserve.errors import GraphError, UnsupportedModelError
 from coserve.graph.ir import Graph
-from coserve.models.base import Architecture, Part
+from coserve.graph.layouts import WHOLE, AnyState
+from coserve.graph.parallel.placement import LocalGraph
+from coserve.graph.parallel.search import place_backbone
+from coserve.kernels.cuts import even_cut
+from coserve.kernels.groups.base import Ranks
+from coserve.models.base import HEAD, Architecture, Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +43,11 @@ class LocalModel:
 
     architecture: Architecture
     """The whole model."""
+    ranks: Ranks
     graphs: Mapping[Part, Graph]
     """Graph of each part as it is executed; blocks that are alike share one object."""
+    divided: Mapping[Part, LocalGraph]
+    """Of several ranks: by part, how the tensors of its graph are divided; empty for one rank."""
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -58,7 +67,7 @@ class LocalModel:
 
     @cached_property
     def state_sizes(self) -> dict[int, int]:
-        """Return, by block, the elements (float32) that a sequence carries from row to row; blocks without are absent."""
+        """Return the number of float32 elements that a sequence carries from row to row, by block that has such."""
         sizes = {layer: self.graphs[layer].state_size for layer in self._layers}
         return {layer: size for layer, size in sizes.items() if size}
 
@@ -88,7 +97,41 @@ class LocalModel:
     def _layers(self) -> tuple[int, ...]:
         return tuple(part for part in self.parts if isinstance(part, int))
 
+    def state(self, part: Part, tensor: str) -> AnyState:
+        """Return the state of a part's weight."""
+        return self.divided[part].states[tensor] if self.divided else WHOLE
 
-def local_model(architecture: Architecture) -> LocalModel:
-    """Return what runs of a model on the only rank: all of it."""
-    return LocalModel(architecture=architecture, graphs=architecture.graphs)
+
+def local_model(architecture: Architecture, ranks: Ranks) -> LocalModel:
+    """Return what of a model runs on a rank.
+
+    The head is divided by the vocabulary, and so is the table of embeddings that is the head, too.
+
+    Raises:
+        UnsupportedModelError: the model cannot be divided among the ranks.
+    """
+    if ranks.size == 1:
+        return LocalModel(architecture=architecture, ranks=ranks, graphs=architecture.graphs, divided={})
+    shared: dict[Graph, LocalGraph] = {}
+    divided: dict[Part, LocalGraph] = {}
+    for part, graph in architecture.graphs.items():
+        if graph not in shared:
+            try:
+                shared[graph] = place_backbone(graph, ranks.size, fixed=_fixed(architecture, part, ranks)).local(
+                    ranks.rank
+                )
+            except GraphError as error:
+                raise UnsupportedModelError(f"{architecture.config.model_type}: {error}") from None
+        divided[part] = shared[graph]
+    graphs = {part: local.graph for part, local in divided.items()}
+    return LocalModel(architecture=architecture, ranks=ranks, graphs=graphs, divided=divided)
+
+
+def _fixed(architecture: Architecture, part: Part, ranks: Ranks) -> tuple[tuple[str, AnyState], ...]:
+    """Return the weights of a part whose states are no choice."""
+    name = {"head": HEAD, "embed": f"{architecture.embedding_name}.weight"}.get(str(part))
+    if name is None or (part == "embed" and not architecture.tied):
+        return ()
+    cut = even_cut(architecture.vocab_size, ranks.size, padded=True)
+    assert cut is not None
+    return ((name, cut.along(-2)),)

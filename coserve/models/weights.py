@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from coserve.errors import WeightsError
+from coserve.graph.ir import Graph
 from coserve.kernels.base import Backend
 from coserve.kernels.weights import DenseWeight, Weight, join, weight_class
 from coserve.models.base import HEAD, Architecture, Part
@@ -306,7 +307,12 @@ def _joined(architecture: Architecture, loaded: dict[str, Tensor | Weight], stor
     """`by_part`, with weights that are multiplied with the same rows in one piece of memory; takes from `loaded`."""
     weights = by_part(architecture, loaded, storage)
     loaded.clear()  # so that each goes as soon as its copy is there
-    for part, graph in architecture.graphs.items():
+    return join_runs(weights, architecture.graphs)
+
+
+def join_runs(weights: Weights, graphs: Mapping[Part, Graph]) -> Weights:
+    """Join, in place, the weights of nodes that run at once into one piece of memory."""
+    for part, graph in graphs.items():
         own: dict[str, Any] = weights[part]
         for run in graph.runs:
             if len(run) > 1:

@@ -71,7 +71,7 @@ class CapturedWindows:
         """
         backbone, bypasses = adapter.backbone, adapter.bypasses(training=True)
         local = backbone.local
-        if not backbone.backend.captures or backbone.block_rows is not None:
+        if not backbone.backend.captures or backbone.block_rows is not None or backbone.ranks.size > 1:
             return None
         if bypasses.low_rank is None or not bypasses.low_rank.mask:
             return None

@@ -88,6 +88,7 @@ def _run_loss(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
         torch.cat(hidden),
         {name: torch.cat([each[name] for each in constants]) for name in constants[0]},
         backend=backbone.backend,
+        group=backbone.group,
         weights={**backbone.weights["head"], **first.adapter.tensors("head")},
         accumulators=first.accumulators("head"),
         max_rows=chunk_rows(first.adapter.architecture.vocab_size, backbone.dtype),

@@ -11,6 +11,7 @@ from coserve.graph.ir import Node
 from coserve.graph.operators.base import Context, Values
 from coserve.graph.program import Program
 from coserve.kernels.base import Backend
+from coserve.kernels.groups.base import RankGroup, SingleRank
 
 # Logits of a chunk, beside which a loss that is no one operator with its product holds their gradient (and a GPU a
 # float32 copy): some 270 rows of 151,936 tokens in bfloat16, since the products with the head's weight are half as slow
@@ -29,6 +30,7 @@ def loss_and_gradient(
     constants: Mapping[str, Tensor],
     *,
     backend: Backend,
+    group: RankGroup | None = None,
     weights: Values,
     accumulators: Mapping[str, Tensor],
     max_rows: int,
@@ -38,6 +40,7 @@ def loss_and_gradient(
     Args:
         program: of the head with the loss.
         hidden: the last block's rows [n, hidden_size], at least one.
+        group: the ranks that run it together; None: this one alone.
         constants: what the program reads of each row: "targets" int64 [n], "dropout_row_ids" int64 [n].
         weights: the head's weights and parameters by name.
         accumulators: for each parameter of the head that is trained, the tensor its gradient is added to.
@@ -50,7 +53,7 @@ def loss_and_gradient(
     num_chunks = ceil(hidden.shape[0] / max_rows)
     names, tensors = ["x", *constants], [hidden, *constants.values()]
     chunks = zip(*(torch.tensor_split(tensor, num_chunks) for tensor in tensors), strict=True)
-    context = Context(backend=backend.for_losses)
+    context = Context(backend=backend.for_losses, group=group or SingleRank())
     found = [_chunk(program, dict(zip(names, each, strict=True)), weights, accumulators, context) for each in chunks]
     losses, correct, gradients = zip(*found, strict=True)
     return torch.cat(losses), torch.cat(correct), torch.cat(gradients)

@@ -124,14 +124,21 @@ def with_loss(head: Graph) -> Graph:
     Logits that are a product, to which nothing is added, become one operator with their loss.
     """
     logits = head.outputs[0]
-    last, readers = head.producer[logits], [node for node in head.nodes if logits in node.input.values()]
-    is_product = last.op == "linear" and not readers
+    last, cut = head.producer[logits], dict[str, Any]()
+    replaced = {logits}
+    if last.op == "rank_gather":  # each rank has the logits of some tokens, which the loss does not need together
+        cut = {"cut": last.attribute["cut"]}
+        replaced.add(last.input["x"])
+        last = head.producer[last.input["x"]]
+    made = {name for node in head.nodes if replaced & set(node.output.values()) for name in node.output.values()}
+    others = [node for node in head.nodes if not made & set(node.output.values())]
+    is_product = last.op == "linear" and not any(made & set(node.input.values()) for node in others)
     if is_product:
-        tensors = [tensor for tensor in head.tensors if tensor.name != logits]
-        b = GraphBuilder(*tensors, nodes=[node for node in head.nodes if node is not last])
+        b = GraphBuilder(*(tensor for tensor in head.tensors if tensor.name not in made), nodes=others)
+        op, inputs = "rank_linear_cross_entropy" if cut else "linear_cross_entropy", last.input
     else:
         b = GraphBuilder(*head.tensors, nodes=head.nodes)
+        op, inputs, cut = "cross_entropy", {"logits": logits}, {}
     targets = b.constant("targets", dtype=torch.int64)
-    op, inputs = ("linear_cross_entropy", last.input) if is_product else ("cross_entropy", {"logits": logits})
-    loss = b.apply(op, "loss", {**inputs, "targets": targets})
+    loss = b.apply(op, "loss", {**inputs, "targets": targets}, **cut)
     return b.build(loss, f"{loss}.correct")

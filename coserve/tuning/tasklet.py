@@ -155,7 +155,7 @@ def _backward_run(backbone: Backbone, group: Sequence[BackwardWindow]) -> Backwa
         values={**constants, **backbone.weights[first.part], **parameters, **saved},
         gradients={first.program.graph.outputs[0]: _cat([window.gradient for window in group])},
         accumulators={name: _grouped([w.accumulators[name] for w in group], rows) for name in first.accumulators},
-        context=Context(backend=backbone.backend, attention=attention, states=states),
+        context=Context(backend=backbone.backend, attention=attention, states=states, group=backbone.group),
     )
 
 

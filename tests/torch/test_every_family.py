@@ -23,6 +23,7 @@ from support import (
     random_sequences,
     random_tokens,
     summed_loss,
+    targets_of,
     wide_gradients,
     worst_error,
 )
@@ -35,7 +36,6 @@ from coserve.kernels import names_for
 from coserve.kernels.weights import DenseWeight, Weight
 from coserve.models import CachedSequence, forward, load_backbone, logits
 from coserve.models.stored import Transposed
-from coserve.models.vision_language import VisionLanguage
 from coserve.models.weights import weight_tensors
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.config import OptimizerConfig, TuningConfig
@@ -50,21 +50,6 @@ def transformers_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(tokens[None]).logits[0]
     return found
-
-
-def targets_of(name):
-    """All linear layers. Of a mixture, PEFT's all-linear would add experts and routers, and of most, PEFT takes the
-    name of an MLP's projection for that of all experts' projections.
-    """
-    architecture = make_backbone(name).architecture
-    if isinstance(architecture, VisionLanguage):
-        return r".*language_model.*proj[a-z_]*"  # and nothing of what sees
-    if not architecture.expert_sites:
-        return "all-linear"
-    modules = [module.partition(".mlp.") for module in architecture.linear_sites if module != "lm_head"]
-    own = {mlp or before.rpartition(".")[2] for before, _, mlp in modules}
-    is_taken = name != "qwen3.5-moe"
-    return sorted(each for each in own if not is_taken or not each.endswith(("gate_proj", "up_proj", "down_proj")))
 
 
 BACKENDS = long_but("cpu", of=names_for(torch.device("cpu")))

@@ -319,7 +319,8 @@ class LoraConfig(TargetedConfig):
         a, b = parameters[LORA_A], parameters[LORA_B] * self.scaling(site.place.module)
         mixed = ((site.dense_weight @ a.T) * b).sum(1)
         own = ((b @ (a @ a.T)) * b).sum(1)
-        return {"weight_norm": (site.row_norms_squared + 2 * mixed + own).clamp_(min=0).sqrt()}
+        change = site.sum_over_inputs(2 * mixed + own)
+        return {"weight_norm": (site.row_norms_squared + change).clamp_(min=0).sqrt()}
 
     def merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if TOKENS not in parameters:

@@ -1,0 +1,118 @@
+"""The graphs of an adapter: those of its model's parts with the bypasses of its method, as this rank runs them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from torch import Tensor
+
+from coserve.adapters.layout import AdapterLayout, HasBypasses
+from coserve.errors import AdapterError, GraphError
+from coserve.graph.bypass import AttachedGraph, Bypass, attach
+from coserve.graph.layouts import WHOLE, AnyState
+from coserve.graph.parallel.bypasses import AttachedLocalGraph, attach_local
+from coserve.models.backbone import Backbone
+from coserve.models.base import Part
+from coserve.models.dividing import piece
+from coserve.models.local import LocalModel, local_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterGraphs:
+    """The attached graphs of an adapter; equal parts share one object."""
+
+    by_training: Mapping[bool, Mapping[Part, AttachedGraph]]
+    """By whether it is what training differentiates (True) or what requests run: the graph of each part."""
+    states: Mapping[str, AnyState] = field(default_factory=dict)
+    """What of its parameters and derived tensors this rank holds, by full name; those that are absent are whole."""
+    summed: frozenset[str] = frozenset()
+    """Full names of the parameters of whose gradient each rank has a part, which ranks add up once a step."""
+
+    def own(self, name: str, value: Tensor, whole: tuple[int, ...], rank: int) -> Tensor:
+        """Return what a rank holds of a parameter or derived tensor.
+
+        Args:
+            name: its full name.
+            value: the whole tensor, or what the rank holds of it already.
+            whole: shape of the whole tensor.
+            rank: number of the rank.
+        """
+        return piece(value, self.states.get(name, WHOLE), rank) if tuple(value.shape) == whole else value
+
+    @classmethod
+    def of(cls, config: HasBypasses, layout: AdapterLayout, backbone: Backbone) -> Self:
+        """Attach a method's bypasses to the graphs of its model.
+
+        Raises:
+            AdapterError: several ranks hold the model, and the method cannot be divided among them.
+        """
+        is_own = layout.architecture is backbone.architecture
+        local = backbone.local if is_own else local_model(layout.architecture, backbone.ranks)
+        bypasses = {training: _bypasses(config, layout, training=training) for training in (True, False)}
+        if not local.divided:
+            shared: dict[tuple[Any, ...], AttachedGraph] = {}
+            return cls(by_training={training: _attached(local, of, shared) for training, of in bypasses.items()})
+        return cls._divided(layout, local, bypasses)
+
+    @classmethod
+    def _divided(
+        cls, layout: AdapterLayout, local: LocalModel, bypasses: Mapping[bool, Mapping[Part, Mapping[str, Bypass]]]
+    ) -> Self:
+        shared: dict[tuple[Any, ...], AttachedLocalGraph] = {}
+        found: dict[bool, dict[Part, AttachedLocalGraph]] = {}
+        ranks = local.ranks
+        for training, by_part in bypasses.items():
+            found[training] = {}
+            for part, of_part in by_part.items():
+                divided = local.divided[part]
+                # Requests run with the parameters that training has.
+                fixed = {} if training else dict(found[True][part].states)
+                key = (divided.graph, _key(of_part), tuple(fixed.items()))
+                if key not in shared:
+                    try:
+                        shared[key] = attach_local(divided, of_part, ranks, fixed=fixed)
+                    except GraphError as error:
+                        raise AdapterError(f"the adapter cannot be divided among {ranks.size} ranks: {error}") from None
+                found[training][part] = shared[key]
+        prefix = layout.architecture.prefix
+        states = {
+            prefix(part) + name: state
+            for part, attached in found[True].items()
+            for name, state in attached.states.items()
+        }
+        summed = frozenset(prefix(part) + name for part, each in found[True].items() for name in each.summed)
+        for name, owner in layout.shared.items():
+            if states.get(name, WHOLE) != states.get(owner, WHOLE) or (name in summed) != (owner in summed):
+                raise AdapterError(f"{name} is {owner}, and ranks would divide the two in different ways")
+        return cls(
+            by_training={
+                training: {part: each.attached for part, each in parts.items()} for training, parts in found.items()
+            },
+            states=states,
+            summed=summed,
+        )
+
+
+def _bypasses(config: HasBypasses, layout: AdapterLayout, *, training: bool) -> dict[Part, dict[str, Bypass]]:
+    """Return the bypasses by part and node."""
+    found: dict[Part, dict[str, Bypass]] = {part: {} for part in layout.architecture.parts}
+    for place in layout.places.values():
+        found[place.part][place.node.name] = layout.bypass(config, place, training=training)
+    return found
+
+
+def _attached(
+    local: LocalModel, bypasses: Mapping[Part, Mapping[str, Bypass]], shared: dict[tuple[Any, ...], AttachedGraph]
+) -> dict[Part, AttachedGraph]:
+    result = {}
+    for part, of_part in bypasses.items():
+        graph = local.graphs[part]
+        key = (graph, _key(of_part))
+        if key not in shared:
+            shared[key] = attach(graph, of_part)
+        result[part] = shared[key]
+    return result
+
+
+def _key(bypasses: Mapping[str, Bypass]) -> tuple[Any, ...]:
+    return tuple((site, each.graph, tuple(each.own.items())) for site, each in bypasses.items())

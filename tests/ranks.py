@@ -1,0 +1,110 @@
+"""Models that are divided among ranks, which are threads here, and what they give together."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from support import make_backbone, random_sequences, random_tokens
+from torch import Tensor
+
+from coserve.adapters import Adapter
+from coserve.adapters.attached import AdapterGraphs
+from coserve.adapters.base import AdapterConfig
+from coserve.engine.checks import with_virtual_tokens
+from coserve.graph.layouts import FIRST, WHOLE, AnyState
+from coserve.kernels.cuts import Cut
+from coserve.kernels.groups.threads import run_ranks
+from coserve.models import Backbone, CachedSequence, forward, logits
+from coserve.models.dividing import divided_backbone
+from coserve.tuning import TrainingPass, run_alone, training_programs
+from coserve.tuning.examples import Example
+from coserve.tuning.pack import pack_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a backward pass gives on one rank, or on the only one."""
+
+    gradients: dict[str, Tensor]
+    loss: float
+    logits: Tensor
+    graphs: AdapterGraphs
+
+
+def whole_backbone(name: str, **settings: str) -> Backbone:
+    return make_backbone(name, kernels="plain", **settings)
+
+
+def cached_logits(backbone: Backbone) -> Tensor:
+    """Return the logits of a prompt in pieces, and of single tokens after it."""
+    sequence = CachedSequence(backbone, 12)
+    pieces = torch.split(random_tokens(12, 3), [7, 1, 3, 1])
+    return torch.cat([logits(backbone, forward(backbone, [sequence.extend(piece)])) for piece in pieces])
+
+
+def divided_logits(whole: Backbone, size: int) -> list[Tensor]:
+    """Return the logits of each rank."""
+    return run_ranks(size, lambda group: cached_logits(divided_backbone(whole, group)))
+
+
+def train(backbone: Backbone, config: AdapterConfig, masters: Mapping[str, Tensor]) -> Trained:
+    """Run a pack of four sequences forward and backward, in windows, and requests' rows with the adapter."""
+    adapter = Adapter(backbone, config, masters=masters)
+    examples = [Example(tokens=tuple(ids), trained=tuple(marks)) for ids, marks in random_sequences((7, 11, 1, 5))]
+    pack = pack_of(with_virtual_tokens(examples, config.num_virtual_tokens, 100))
+    training = TrainingPass(adapter, training_programs(adapter), pack, dropout_seed=3)
+    run_alone(training, forward_rows=5, backward_rows=7)
+    virtual = -1 - torch.arange(config.num_virtual_tokens)
+    tokens = torch.cat([virtual, random_tokens(9, 4)])
+    bypasses = adapter.bypasses()
+    hidden = forward(backbone, [CachedSequence(backbone, len(tokens), bypasses).extend(tokens)])
+    rows = logits(backbone, hidden, [(len(tokens), bypasses)])
+    return Trained(gradients=training.gradients, loss=training.sums.loss, logits=rows, graphs=adapter.graphs)
+
+
+def random_masters(whole: Backbone, config: AdapterConfig) -> dict[str, Tensor]:
+    """Return parameters none of which is what it is at first."""
+    generator = torch.Generator().manual_seed(1)
+    fresh = Adapter(whole, config).masters
+    return {name: value + 0.15 * torch.randn(value.shape, generator=generator) for name, value in fresh.items()}
+
+
+def train_divided(whole: Backbone, config: AdapterConfig, size: int) -> tuple[Trained, Trained]:
+    """Return what one rank gives that holds the whole model, and what several give together."""
+    masters = random_masters(whole, config)
+    alone = train(whole, config, masters)
+    found = run_ranks(size, lambda group: train(divided_backbone(whole, group), config, masters))
+    graphs = found[0].graphs
+    gradients = {
+        name: together(
+            [each.gradients[name] for each in found],
+            value.shape,
+            graphs.states.get(name, WHOLE),
+            is_summed=name in graphs.summed,
+        )
+        for name, value in masters.items()
+    }
+    for each in found[1:]:
+        assert torch.equal(each.logits, found[0].logits) and each.loss == found[0].loss, "ranks differ"
+    return alone, Trained(gradients=gradients, loss=found[0].loss, logits=found[0].logits, graphs=graphs)
+
+
+def together(pieces: Sequence[Tensor], shape: tuple[int, ...], state: AnyState, *, is_summed: bool) -> Tensor:
+    """Return the whole gradient of a parameter from those of all ranks."""
+    if isinstance(state, Cut):
+        whole = torch.zeros(shape)
+        for rank, piece in enumerate(pieces):
+            one = torch.zeros(shape)
+            state.put(one, piece, rank)
+            whole += one
+        return whole
+    if is_summed:
+        return torch.stack(list(pieces)).sum(0)
+    if state is not FIRST:
+        assert all(torch.equal(piece, pieces[0]) for piece in pieces), "a whole gradient differs between ranks"
+    return pieces[0]
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference over the largest value."""
+    return float((found - expected).abs().max() / expected.abs().max())

@@ -1,0 +1,108 @@
+"""Every PEFT method on a model that is divided among ranks gives what it gives on one rank, without collectives of its
+own but for those that it cannot do without.
+"""
+
+from collections import Counter
+
+import pytest
+from lengths import long_but
+from peft_methods import CASES, config_of
+from ranks import relative_error, train_divided, whole_backbone
+from support import worst_error
+
+from coserve.adapters import LoraConfig
+from coserve.errors import AdapterError
+from coserve.graph.layouts import FIRST, WHOLE
+from coserve.kernels.cuts import Cut
+
+EVERY = [(case, family) for case, found in CASES.items() for family in found.families]
+SHORT = [("lora", "gptj"), ("dora", "qwen2"), ("ia3", "qwen2"), ("vera", "gptj"), ("bottleneck", "gptj")]
+SHORT += [("prefix-tuning", "qwen2"), ("bitfit", "opt"), ("lora-whole", "llama-biases-tied")]
+MIXTURES = ["mixtral", "qwen3-moe", "gpt-oss", "qwen3.5-moe", "qwen3-next"]
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+def check(family, config, size=2):
+    alone, found = train_divided(whole_backbone(family), config, size)
+    assert found.loss == pytest.approx(alone.loss, rel=1e-6)
+    assert relative_error(found.logits, alone.logits) < 1e-5
+    error = 1e-4 if whole_backbone(family).local.state_sizes else 1e-5
+    assert worst_error(found.gradients, alone.gradients) < error
+    return found
+
+
+@pytest.mark.parametrize("method", long_but(*SHORT, of=EVERY), ids=str)
+def test_a_divided_method_trains_as_on_one_rank(method):
+    case, family = method
+    check(family, config_of(case))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("case", "family"), EVERY)
+def test_a_method_divided_among_four_trains_as_on_one_rank(case, family):
+    check(family, config_of(case), 4)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("family", long_but("qwen2", of=["qwen2", "gpt2", "qwen3-next"]))
+def test_dropout_drops_the_features_of_the_whole_row(dora, family):
+    targets = "all-linear" if family != "qwen3-next" else ("q_proj", "o_proj", "in_proj_qkvz", "out_proj")
+    check(family, LoraConfig(r=4, dropout=0.3, use_dora=dora, target_modules=targets))
+
+
+@pytest.mark.parametrize(
+    "family", long_but("gpt-oss", of=["mixtral", "qwen3-moe", "gpt-oss", "qwen3.5-moe", "qwen3-next"])
+)
+def test_a_lora_at_experts_is_divided_as_their_matrices_are(family):
+    check(family, LoraConfig(r=4, target_modules=("q_proj",), target_parameters=EXPERTS))
+
+
+def test_loras_at_embeddings_and_head_are_divided():
+    check("qwen2", LoraConfig(r=4, target_modules=("q_proj", "embed_tokens", "lm_head")))
+
+
+def test_the_states_of_a_lora_follow_from_its_site():
+    """FlexLLM, section 5.1: column-cut sites cut B's outputs, row-cut ones A's inputs, and neither sends anything."""
+    whole = whole_backbone("qwen2")
+    _, found = train_divided(whole, LoraConfig(r=4, target_modules=("q_proj", "o_proj")), 2)
+    q, o = "model.layers.0.self_attn.q_proj.", "model.layers.0.self_attn.o_proj."
+    states, summed = found.graphs.states, found.graphs.summed
+    assert states[q + "lora_A.weight"] is WHOLE and dim_of(states[q + "lora_B.weight"]) == -2
+    assert dim_of(states[o + "lora_A.weight"]) == -1 and states[o + "lora_B.weight"] is WHOLE
+    assert {name for name in summed if ".0." in name} == {q + "lora_A.weight", o + "lora_B.weight"}
+
+
+def dim_of(state):
+    assert isinstance(state, Cut)
+    return state.dim
+
+
+@pytest.mark.parametrize(
+    "case", ["lora", "rslora", "dora", "ia3", "vera", "prefix-tuning", "bitfit", "diff-pruning", "bottleneck"]
+)
+def test_a_method_sends_nothing_of_its_own(case):
+    """All of them add what they add before the site's sum, or, a bottleneck, after it."""
+    whole = whole_backbone("qwen2")
+    _, found = train_divided(whole, config_of(case), 2)
+    for training in (True, False):
+        graph = found.graphs.by_training[training][0].graph
+        counts = Counter(node.op for node in graph.nodes if node.op.startswith("rank_"))
+        assert counts == {"rank_copy": 2, "rank_sum": 2}
+
+
+def test_a_bottleneck_at_a_row_cut_site_comes_after_the_sum():
+    _, found = train_divided(whole_backbone("qwen2"), config_of("bottleneck"), 2)
+    attached = found.graphs.by_training[True][0]
+    assert "self_attn.o_proj.ranks" in attached.bypasses
+    assert "self_attn.o_proj.adapter_down.0.weight" in attached.graph.spec, "its parameters keep their names"
+
+
+def test_a_bias_of_a_row_cut_site_is_the_first_ranks():
+    _, found = train_divided(whole_backbone("opt"), config_of("bitfit"), 2)
+    assert found.graphs.states["model.decoder.layers.0.fc2.trained_bias"] is FIRST
+
+
+def test_parameters_that_two_modules_share_are_refused():
+    config = LoraConfig(r=4, target_modules=("q_proj",), trainable_token_indices=(3, 5))
+    with pytest.raises(AdapterError, match="ranks would divide the two in different ways"):
+        train_divided(whole_backbone("llama-biases-tied"), config, 2)
