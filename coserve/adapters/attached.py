@@ -11,10 +11,9 @@ from coserve.errors import AdapterError, GraphError
 from coserve.graph.bypass import AttachedGraph, Bypass, attach
 from coserve.graph.layouts import WHOLE, AnyState
 from coserve.graph.parallel.bypasses import AttachedLocalGraph, attach_local
-from coserve.models.backbone import Backbone
 from coserve.models.base import Part
 from coserve.models.dividing import piece
-from coserve.models.local import LocalModel, local_model
+from coserve.models.local import LocalModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +26,8 @@ class AdapterGraphs:
     """What of its parameters and derived tensors this rank holds, by full name; those that are absent are whole."""
     summed: frozenset[str] = frozenset()
     """Full names of the parameters of whose gradient each rank has a part, which ranks add up once a step."""
+    divided: Mapping[Part, AttachedLocalGraph] = field(default_factory=dict)
+    """Where ranks divide the model: the graph of each part as training differentiates it, with states."""
 
     def own(self, name: str, value: Tensor, whole: tuple[int, ...], rank: int) -> Tensor:
         """Return what a rank holds of a parameter or derived tensor.
@@ -40,14 +41,17 @@ class AdapterGraphs:
         return piece(value, self.states.get(name, WHOLE), rank) if tuple(value.shape) == whole else value
 
     @classmethod
-    def of(cls, config: HasBypasses, layout: AdapterLayout, backbone: Backbone) -> Self:
+    def of(cls, config: HasBypasses, layout: AdapterLayout, local: LocalModel) -> Self:
         """Attach a method's bypasses to the graphs of its model.
+
+        Args:
+            config: the method.
+            layout: the adapter's, on the whole model.
+            local: what of that model runs here.
 
         Raises:
             AdapterError: several ranks hold the model, and the method cannot be divided among them.
         """
-        is_own = layout.architecture is backbone.architecture
-        local = backbone.local if is_own else local_model(layout.architecture, backbone.ranks)
         bypasses = {training: _bypasses(config, layout, training=training) for training in (True, False)}
         if not local.divided:
             shared: dict[tuple[Any, ...], AttachedGraph] = {}
@@ -66,7 +70,7 @@ class AdapterGraphs:
             for part, of_part in by_part.items():
                 divided = local.divided[part]
                 # Requests run with the parameters that training has.
-                fixed = {} if training else dict(found[True][part].states)
+                fixed = {} if training else dict(_own_states(found[True][part]))
                 key = (divided.graph, _key(of_part), tuple(fixed.items()))
                 if key not in shared:
                     try:
@@ -78,7 +82,7 @@ class AdapterGraphs:
         states = {
             prefix(part) + name: state
             for part, attached in found[True].items()
-            for name, state in attached.states.items()
+            for name, state in _own_states(attached)
         }
         summed = frozenset(prefix(part) + name for part, each in found[True].items() for name in each.summed)
         for name, owner in layout.shared.items():
@@ -90,7 +94,15 @@ class AdapterGraphs:
             },
             states=states,
             summed=summed,
+            divided=found[True],
         )
+
+
+def _own_states(each: AttachedLocalGraph) -> list[tuple[str, AnyState]]:
+    """Return the states of an adapter's parameters and of what is derived from them."""
+    graph = each.attached.graph
+    own = (*graph.with_kind("parameter"), *graph.with_kind("derived"))
+    return [(spec.name, each.states[spec.name]) for spec in own]
 
 
 def _bypasses(config: HasBypasses, layout: AdapterLayout, *, training: bool) -> dict[Part, dict[str, Bypass]]:

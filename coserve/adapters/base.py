@@ -29,6 +29,7 @@ from coserve.graph.bypass import AttachedGraph, Bypass
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
 from coserve.models.bypasses import BoundBypass, Bypasses
+from coserve.models.local import local_model
 
 # What stands before a parameter's name in PEFT's files.
 PEFT_PREFIX = "base_model.model."
@@ -73,9 +74,7 @@ class AdapterConfig(ABC):
 
     @abstractmethod
     def initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
-        """Return the float32 value that a parameter (by its name in the bypass) starts from, on the generator's device:
-        the whole one, of this shape, or what this rank holds of it.
-        """
+        """The float32 value that a parameter (by its name in the bypass) starts from, whole or what this rank holds."""
 
     def sizes(self, architecture: Architecture) -> "AdapterLayout":
         """What a job's tensors are, before there are any; AdapterError if it fits nowhere on this model."""
@@ -378,7 +377,9 @@ class Adapter:
     @cached_property
     def graphs(self) -> AdapterGraphs:
         """Return the graphs of the model's parts with the bypasses, and what of each parameter this rank holds."""
-        return AdapterGraphs.of(self.config, self.layout, self.backbone)
+        backbone, own = self.backbone, self.architecture
+        local = backbone.local if own is backbone.architecture else local_model(own, backbone.ranks)
+        return AdapterGraphs.of(self.config, self.layout, local)
 
     @cached_property
     def _bypasses(self) -> dict[bool, Bypasses]:

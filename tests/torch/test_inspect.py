@@ -228,7 +228,7 @@ def test_the_commands_and_their_flags_are_these(monkeypatch, capsys):
     flags = {word for word in out.replace("│", " ").split() if word.startswith("--")}
     assert flags == {
         *("--adapter", "--adapter-setting", "--r", "--alpha", "--targets", "--dropout"),
-        *("--seq", "--budget", "--dtype", "--json", "--help"),
+        *("--seq", "--budget", "--dtype", "--tensor-parallel", "--json", "--help"),
     }
 
 
@@ -236,3 +236,33 @@ def test_the_console_script_runs():
     command = [sys.executable, "-m", "coserve", "--version"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout == "0.1.0\n"
+
+
+def test_a_look_at_how_ranks_would_divide_a_model(inspect):
+    report = inspect("dummy:llama-3.1-70b", "--tensor-parallel", "4")["ranks"]
+    assert report["weight_bytes"] / report["whole_weight_bytes"] == pytest.approx(0.25, abs=0.001)
+    assert report["kv_bytes_per_token"] == 80 * 2 * 2 * 128 * 2, "two of eight key heads in each of 80 blocks"
+    sums = [(each["node"], each["bytes_per_row"]) for each in report["forward"]]
+    assert sums == [("self_attn.o_proj.ranks", 2 * 8192), ("mlp.down_proj.ranks", 2 * 8192)]
+    assert [each["node"] for each in report["backward"]] == ["input_layernorm.copy", "post_attention_layernorm.copy"]
+    nodes = {node["node"]: node for node in report["nodes"]}
+    assert nodes["self_attn.q_proj"]["weights"] == {"self_attn.q_proj.weight": "2,048 of 8,192 rows"}
+    assert nodes["mlp.down_proj.lora_A"]["weights"] == {"mlp.down_proj.lora_A.weight": "7,168 of 28,672"}
+    assert nodes["mlp.down_proj.lora_B"]["gives"] == nodes["mlp.down_proj"]["gives"] == "part of a sum"
+    assert "self_attn.q_proj.lora_A.weight" in report["summed"]
+
+
+def test_one_rank_has_all_of_a_model(inspect):
+    report = inspect("dummy:qwen2.5-0.5b", "--tensor-parallel", "1")["ranks"]
+    assert report["weight_bytes"] == report["whole_weight_bytes"]
+    assert report["forward"] == report["backward"] == report["summed"] == []
+    assert inspect("dummy:qwen2.5-0.5b")["ranks"] is None
+
+
+def test_the_layout_is_a_table_and_a_refusal_one_line(monkeypatch, capsys):
+    status, out, err = run(monkeypatch, capsys, "inspect", "dummy:qwen2.5-0.5b", "--tensor-parallel", "2")
+    assert (status, err) == (0, "")
+    assert "on each of 2 ranks" in out and "part of a sum" in out and "2 collectives" in out
+    status, _, err = run(monkeypatch, capsys, "inspect", "dummy:qwen2.5-0.5b", "--tensor-parallel", "4")
+    assert status and err.count("\n") == 1
+    assert "14 heads of attention cannot be divided among 4 ranks; a number of ranks that fits is 1 or 2 or 7" in err

@@ -45,6 +45,12 @@ def inspect(
         int | None, typer.Option(min=0, help="Most bytes that a block keeps of one token; the rest is recomputed.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: the model's own.")] = "auto",
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Also show how this many ranks would divide the model: a look at the layout, nothing runs."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON instead of tables.")] = False,
 ) -> None:
     """Show a block of MODEL as the program that trains an adapter, and the memory that this takes.
@@ -56,7 +62,7 @@ def inspect(
     """
     given = {"r": r, "alpha": alpha, "target_modules": _targets(targets), "dropout": dropout}
     settings = {name: value for name, value in given.items() if value is not None} | adapter_settings(adapter_setting)
-    report = _examine(model, _config(adapter, settings), seq=seq, budget=budget, dtype=dtype)
+    report = _examine(model, _config(adapter, settings), seq=seq, budget=budget, dtype=dtype, size=tensor_parallel)
     if as_json:
         print(json.dumps(report.as_dict(), allow_nan=False))
     else:
@@ -83,6 +89,7 @@ class _Report:
     conventional_memory_bytes: dict[str, int] | None
     forward: list[dict[str, Any]]
     backward: list[dict[str, Any]]
+    ranks: dict[str, Any] | None  # how ranks would divide the model, where that is asked for
 
     def as_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -112,12 +119,15 @@ def _config(name: str, settings: dict[str, Any]) -> "AdapterConfig":
         raise AdapterError(str(error)) from None
 
 
-def _examine(model: str, config: "AdapterConfig", *, seq: int, budget: int | None, dtype: str) -> _Report:
+def _examine(
+    model: str, config: "AdapterConfig", *, seq: int, budget: int | None, dtype: str, size: int | None
+) -> _Report:
     import torch
 
     from coserve.adapters.base import Adapter
     from coserve.adapters.methods.lora import LoraConfig
     from coserve.bench.conventional import conventional_saved_bytes
+    from coserve.cli.rank_layout import rank_layout
     from coserve.models.backbone import build_backbone
     from coserve.models.source import find_model
     from coserve.tuning.programs import frontier_of_part, training_programs
@@ -155,6 +165,7 @@ def _examine(model: str, config: "AdapterConfig", *, seq: int, budget: int | Non
         conventional_memory_bytes=_conventional_memory(memory, conventional, seq),
         forward=_forward_rows(program, backbone.dtype),
         backward=_backward_rows(program, backbone.dtype),
+        ranks=None if size is None else rank_layout(config, adapter.layout, size, layer, backbone.dtype),
     )
 
 
@@ -259,6 +270,11 @@ def _show(report: _Report) -> None:
         screen.print(_backward_table(report, wide))
     else:
         screen.print("No block runs backward: the adapter sits above them all.\n")
+    if report.ranks is not None:
+        from coserve.cli.rank_layout import layout_table, layout_words
+
+        screen.print(layout_table(report.ranks, report.layer, wide))
+        screen.print(layout_words(report.ranks) + "\n")
     screen.print(_memory_table(report))
     if report.frontier:
         screen.print(_frontier_table(report))

@@ -34,7 +34,7 @@ class AttachedLocalGraph:
 
     attached: AttachedGraph
     states: Mapping[str, AnyState]
-    """By a parameter's name in the graph: what of it a rank holds."""
+    """State of every tensor, by its name in the graph; constants are whole."""
     summed: frozenset[str]
     """Parameters of whose gradient each rank has a part; see `LocalGraph.summed`."""
 
@@ -107,7 +107,7 @@ def attach_local(
         GraphError: a bypass cannot be divided.
     """
     own, at = dict[str, Bypass](), dict[str, str]()
-    states, summed = dict[str, AnyState](), set[str]()
+    states, summed = dict(local.states), set[str]()
     for site, bypass in bypasses.items():
         known = {name.removeprefix(f"{site}."): state for name, state in fixed.items() if name.startswith(f"{site}.")}
         placed, node = place_bypass(local, site, bypass, ranks.size, known), local.graph.node[site]
@@ -115,9 +115,8 @@ def attach_local(
         if placed.placement is not None:
             found = placed.placement.local(ranks.rank)
             graph = found.graph
-            for spec in graph.tensors:
-                if spec.kind in ("parameter", "derived"):
-                    states[f"{site}.{spec.name}"] = found.states[spec.name]
+            states |= {f"{site}.{name}": state for name, state in found.states.items()}
+            states[f"{site}.base"] = local.states[local.graph.node[placed.at].outputs[0][1]]
             summed |= {f"{site}.{name}" for name in found.summed if graph.spec[name].kind == "parameter"}
         specs = {}
         for slot, spec in bypass.own.items():

@@ -1,0 +1,118 @@
+"""How ranks would divide a model and an adapter, as `coserve inspect --tensor-parallel` shows it."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from coserve.graph.layouts import AnyState, State
+from coserve.kernels.cuts import Cut
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
+
+    from coserve.adapters.base import AdapterConfig
+    from coserve.adapters.layout import AdapterLayout
+    from coserve.models.local import LocalModel
+
+_WORDS = {State.WHOLE: "whole", State.COPIED: "whole", State.PART: "part of a sum", State.FIRST: "rank 0"}
+
+
+def rank_layout(
+    config: "AdapterConfig", layout: "AdapterLayout", size: int, layer: int, dtype: "torch.dtype"
+) -> dict[str, Any]:
+    """Return how ranks divide a model: a block in full, with the adapter on it, and the bytes of one rank.
+
+    Args:
+        config: the adapter's method.
+        layout: the adapter on the whole model.
+        size: number of ranks.
+        layer: the block that is shown.
+        dtype: the compute dtype.
+
+    Raises:
+        UnsupportedModelError: the model cannot be divided among the ranks.
+        AdapterError: the adapter cannot.
+    """
+    from coserve.adapters.attached import AdapterGraphs
+    from coserve.kernels.groups.base import Ranks
+    from coserve.models.local import local_model
+
+    local = local_model(layout.architecture, Ranks(rank=0, size=size))
+    whole = local_model(layout.architecture, Ranks())
+    attached = AdapterGraphs.of(config, layout, local)
+    graph = attached.by_training[True][layer].graph
+    prefix = layout.architecture.prefix(layer)
+    states: Mapping[str, AnyState] = attached.divided[layer].states if attached.divided else {}
+    forward = {"rank_sum", "rank_gather", "rank_rms_norm"}
+    backward = {"rank_copy", "rank_rms_norm"}
+    sent = [(node, graph.spec[node.outputs[0][1]].num_bytes(dtype)) for node in graph.nodes]
+    return {
+        "size": size,
+        "weight_bytes": _weight_bytes(local, dtype),
+        "whole_weight_bytes": _weight_bytes(whole, dtype),
+        "kv_bytes_per_token": len(local.kv_layers) * sum(local.kv_widths) * dtype.itemsize,
+        "forward": [{"node": node.name, "bytes_per_row": num} for node, num in sent if node.op in forward],
+        "backward": [{"node": node.name, "bytes_per_row": num} for node, num in sent if node.op in backward],
+        "nodes": [
+            {
+                "node": node.name,
+                "operator": node.op,
+                "weights": {
+                    name: _words(states.get(name, State.WHOLE))
+                    for name in node.input.values()
+                    if graph.spec[name].kind in ("weight", "parameter")
+                },
+                "shape": list(graph.spec[node.outputs[0][1]].shape),
+                "gives": _words(states.get(node.outputs[0][1], State.WHOLE)),
+            }
+            for node in graph.nodes
+        ],
+        "summed": sorted(name.removeprefix(prefix) for name in attached.summed if name.startswith(prefix)),
+    }
+
+
+def _weight_bytes(local: "LocalModel", dtype: "torch.dtype") -> int:
+    """Return the bytes of a rank's weights in the compute dtype; a tied head is the table of embeddings."""
+    from coserve.models.base import HEAD
+
+    return sum(
+        spec.num_bytes(dtype)
+        for graph in local.graphs.values()
+        for spec in graph.with_kind("weight")
+        if not (local.architecture.tied and spec.name == HEAD)
+    )
+
+
+def _words(state: AnyState) -> str:
+    """Return a state in words: for a cut, the entries of a rank, of how many, and which dimension that is."""
+    if not isinstance(state, Cut):
+        return _WORDS[state]
+    dim = {-1: "", -2: " rows", -3: " channels"}[state.dim]
+    copies = f", on {state.num_copies} ranks" if state.num_copies > 1 else ""
+    return f"{state.local:,} of {state.width:,}{dim}{copies}"
+
+
+def layout_table(layout: dict[str, Any], layer: int, wide: bool) -> "Table":
+    """Return the block's nodes as a rank runs them; a narrow terminal goes without the weights."""
+    from coserve.cli.tables import table
+
+    found = table(
+        *("operator", "node", *(["weights"] * wide), "gives"), title=f"Block {layer} on each of {layout['size']} ranks"
+    )
+    for node in layout["nodes"]:
+        weights = "; ".join(dict.fromkeys(node["weights"].values()))
+        found.add_row(node["operator"], node["node"], *([weights] * wide), node["gives"])
+    return found
+
+
+def layout_words(layout: dict[str, Any]) -> str:
+    """Return what a rank holds and sends, in a sentence each."""
+    share = layout["weight_bytes"] / layout["whole_weight_bytes"]
+    sums = [
+        f"{len(layout[way])} collectives of {sum(each['bytes_per_row'] for each in layout[way]):,} bytes per row {way}"
+        for way in ("forward", "backward")
+    ]
+    return (
+        f"A rank holds {layout['weight_bytes'] / 2**20:,.1f} MiB of weights, {share:.1%} of the model, and "
+        f"{layout['kv_bytes_per_token']:,} bytes of K and V per token. In this block: {' and '.join(sums)}."
+    )
