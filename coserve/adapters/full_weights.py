@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from coserve.adapters.attached import AdapterGraphs
 from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.adapters.file_names import FULL_FILE
 from coserve.adapters.layout import AdapterLayout
@@ -64,8 +65,18 @@ class FullWeights(Adapter):
         full = super().master_name(part, name)
         return self._table if full == HEAD and HEAD not in self._names else full
 
-    def attached(self, part: Part, *, training: bool = True) -> AttachedGraph:
-        return AttachedGraph(graph=self.backbone.architecture.graphs[part], bypasses={})
+    @cached_property
+    def graphs(self) -> AdapterGraphs:
+        """Return the backbone's graphs as they are, and what of each weight this rank holds."""
+        local, names = self.backbone.local, self._names.items()
+        attached = {part: AttachedGraph(graph=graph, bypasses={}) for part, graph in local.graphs.items()}
+        if not local.divided:
+            return AdapterGraphs(by_training={True: attached, False: attached})
+        return AdapterGraphs(
+            by_training={True: attached, False: attached},
+            states={name: local.state(part, tensor) for name, (part, tensor) in names},
+            summed=frozenset(name for name, (part, tensor) in names if tensor in local.divided[part].summed),
+        )
 
     def sync_compute_copy(self) -> None:
         """Publish the masters to the served weights, in place."""

@@ -265,8 +265,6 @@ class _Batch:
     def run_traced(self, x: Tensor) -> Tensor | None:
         """All blocks on all rows as one call; None where they must run one by one."""
         (first, *others), backbone = self._keepers, self._backbone
-        if backbone.ranks.size > 1:
-            return None  # a trace has no collectives
         requests = first.own.in_pages
         windows = [window for keeper in others if (window := keeper.own.in_window) is not None]
         if requests is None or len(windows) < len(others) or backbone.block_rows is not None:

@@ -246,6 +246,6 @@ def _trace_block(
                 trace.store((layer, name), found[name], stores[name])
 
     attention = AttentionRows(rows=slice(None), batch=trace.attention, keys=keys, values=key_values)
-    context = Context(backend=trace.backend, attention=(attention,))
+    context = Context(backend=trace.backend, attention=(attention,), group=trace.group(backbone.group))
     run_graph(graph, values, backbone.weights[layer], context, after)
     return values[graph.outputs[0]]

@@ -5,14 +5,17 @@ import torch
 from family_configs import MORE_CONFIGS
 from lengths import long_but
 from ranks import cached_logits, divided_logits, relative_error, train_divided, whole_backbone
-from support import CONFIGS, model_directory, targets_of, worst_error
+from support import CONFIGS, make_backbone, model_directory, random_tokens, targets_of, worst_error
 
 from coserve.adapters import LoraConfig
 from coserve.errors import UnsupportedModelError
 from coserve.graph.ir import Graph
+from coserve.kernels import names_for
 from coserve.kernels.groups.threads import run_ranks
 from coserve.kernels.weights import Int8Weight, as_weight
-from coserve.models import load_backbone
+from coserve.memory.paged_kv import PagedKv, kv_page_bytes
+from coserve.memory.paged_states import num_state_pages
+from coserve.models import forward, load_backbone, logits
 from coserve.models.dividing import divided_backbone
 from coserve.models.weights import weight_tensors
 
@@ -83,3 +86,32 @@ def test_one_rank_runs_the_graphs_of_the_whole_model():
     backbone = whole_backbone("llama")
     assert backbone.local.graphs is backbone.architecture.graphs
     assert all(isinstance(graph, Graph) for graph in backbone.local.graphs.values())
+
+
+@pytest.mark.parametrize("kernels", names_for(torch.device("cpu")))
+@pytest.mark.parametrize("name", ["llama", "olmo2", "qwen3-next"])
+def test_divided_requests_keep_their_heads_in_pages(name, kernels):
+    """A rank's pages hold its heads, and its states, so that they are smaller, and have the same numbers."""
+    whole = make_backbone(name, kernels=kernels)
+    tables = [(3, 0, 7, 1), (4, 2, 5, 6)]
+
+    def run(backbone):
+        num_states = num_state_pages(backbone.local, kv_page_bytes(backbone, 4))
+        pages = PagedKv(backbone, num_pages=8 + 2 * num_states, block_tokens=4)
+        rows = [
+            (
+                [*range(8 + index * num_states, 8 + (index + 1) * num_states), *table],
+                0,
+                random_tokens(length, length).tolist(),
+            )
+            for index, (table, length) in enumerate(zip(tables, (6, 5), strict=True))
+        ]
+        first = forward(backbone, [pages.rows(rows)])
+        more = [(table, len(tokens), [5 + index]) for index, (table, _, tokens) in enumerate(rows)]
+        second = forward(backbone, [pages.rows(more)])
+        return torch.cat([logits(backbone, first), logits(backbone, second)]), pages.page_bytes
+
+    expected, page_bytes = run(whole)
+    for found, own_bytes in run_ranks(2, lambda group: run(divided_backbone(whole, group))):
+        assert relative_error(found, expected) < 1e-5
+        assert own_bytes == page_bytes // 2

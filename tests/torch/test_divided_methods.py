@@ -7,13 +7,20 @@ from collections import Counter
 import pytest
 from lengths import long_but
 from peft_methods import CASES, config_of
-from ranks import relative_error, train_divided, whole_backbone
-from support import worst_error
+from ranks import random_masters, relative_error, together, train_divided, whole_backbone
+from support import random_sequences, worst_error
 
-from coserve.adapters import LoraConfig
+from coserve.adapters import Adapter, LoraConfig
+from coserve.adapters.full_weights import FullWeights
+from coserve.adapters.methods.full import FullConfig
 from coserve.errors import AdapterError
 from coserve.graph.layouts import FIRST, WHOLE
 from coserve.kernels.cuts import Cut
+from coserve.kernels.groups.threads import run_ranks
+from coserve.models import forward
+from coserve.models.dividing import divided_backbone
+from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
+from coserve.tuning.joined import joined_tasklet, run_losses
 
 EVERY = [(case, family) for case, found in CASES.items() for family in found.families]
 SHORT = [("lora", "gptj"), ("dora", "qwen2"), ("ia3", "qwen2"), ("vera", "gptj"), ("bottleneck", "gptj")]
@@ -106,3 +113,66 @@ def test_parameters_that_two_modules_share_are_refused():
     config = LoraConfig(r=4, target_modules=("q_proj",), trainable_token_indices=(3, 5))
     with pytest.raises(AdapterError, match="ranks would divide the two in different ways"):
         train_divided(whole_backbone("llama-biases-tied"), config, 2)
+
+
+@pytest.mark.parametrize("family", long_but("opt", of=("llama-biases-tied", "olmo2", "opt", "gpt2", "qwen3-next")))
+def test_the_weights_of_a_divided_model_train_as_on_one_rank(family):
+    def train(backbone):
+        config = FullConfig()
+        weights = FullWeights(backbone, config, config.chosen(backbone.architecture))
+        training = TrainingPass(weights, training_programs(weights), make_pack(random_sequences((7, 11, 1, 5))))
+        run_alone(training, forward_rows=5, backward_rows=7)
+        return weights, training
+
+    whole = whole_backbone(family)
+    weights, alone = train(whole)
+    found = run_ranks(2, lambda group: train(divided_backbone(whole, group)))
+    graphs = found[0][0].graphs
+    gradients = {
+        name: together(
+            [training.gradients[name] for _, training in found],
+            master.shape,
+            graphs.states[name],
+            is_summed=name in graphs.summed,
+        )
+        for name, master in weights.masters.items()
+    }
+    assert worst_error(gradients, alone.gradients) < 1e-5
+
+
+def test_tasklets_of_two_methods_join_on_every_rank():
+    """Their windows are as many on every rank, so that the collectives of their runs meet."""
+    whole = whole_backbone("qwen2")
+    configs = [LoraConfig(r=4, target_modules="all-linear"), config_of("ia3"), config_of("bottleneck")]
+    masters = [random_masters(whole, config) for config in configs]
+
+    def train(backbone):
+        adapters = [Adapter(backbone, config, masters=own) for config, own in zip(configs, masters, strict=True)]
+        packs = [make_pack(random_sequences(lengths)) for lengths in ((9, 4), (3,), (7, 1))]
+        passes = [
+            TrainingPass(adapter, training_programs(adapter), pack)
+            for adapter, pack in zip(adapters, packs, strict=True)
+        ]
+        for training in passes:
+            training.finish_window(forward(backbone, [training.next_window(1000)]))
+        while losing := [(training, 4) for training in passes if not training.loss_done]:
+            run_losses(losing)
+        while going := [training for training in passes if not training.done]:
+            fewest = min(training.num_parts_done for training in going)
+            joined_tasklet([(each, 5) for each in going if each.num_parts_done == fewest]).run()
+        return passes
+
+    alone = train(whole)
+    found = run_ranks(2, lambda group: train(divided_backbone(whole, group)))
+    for index, lonely in enumerate(alone):
+        graphs = found[0][index].adapter.graphs
+        gradients = {
+            name: together(
+                [passes[index].gradients[name] for passes in found],
+                value.shape,
+                graphs.states.get(name, WHOLE),
+                is_summed=name in graphs.summed,
+            )
+            for name, value in masters[index].items()
+        }
+        assert worst_error(gradients, lonely.gradients) < 1e-5
