@@ -1,0 +1,32 @@
+"""What the processes of a group of ranks do with a model in tests: functions of one rank."""
+
+import torch
+from torch import Tensor
+
+from coserve.kernels.groups.base import RankGroup
+from coserve.memory.paged_kv import PagedKv
+from coserve.models import forward, load_backbone, logits
+from coserve.models.dividing import divided_backbone
+
+_TABLES = [[3, 0, 7, 1], [4, 2, 5, 6]]
+_PROMPTS = [list(range(3, 9)), list(range(20, 25))]
+
+
+def decode(group: RankGroup, directory: str, dtype: str) -> tuple[Tensor, Tensor, int]:
+    """Return the logits of prompts and of tokens after them, from blocks that run as one call where they can; the same
+    from blocks that run one by one; and the number of traces.
+    """
+    backbone, found, num_traces = load_backbone(directory, dtype=dtype), list[Tensor](), 0
+    if group.size > 1:
+        backbone = divided_backbone(backbone, group)
+    for may_run_at_once in (True, False):
+        pages = PagedKv(backbone, num_pages=8, block_tokens=4)
+        pages.may_run_at_once = may_run_at_once
+        prompts = [(table, 0, tokens) for table, tokens in zip(_TABLES, _PROMPTS, strict=True)]
+        rows = [forward(backbone, [pages.rows(prompts)])]
+        for step in range(3):
+            tokens = [(table, len(given) + step, [5 + step]) for table, _, given in prompts]
+            rows.append(forward(backbone, [pages.rows(tokens)]))
+        found.append(logits(backbone, torch.cat(rows)))
+        num_traces += sum(calls is not None for calls in pages.stores.traces.values())
+    return found[0], found[1], num_traces

@@ -1,0 +1,36 @@
+"""A model that is divided among processes, whose blocks run as one call, sums and all."""
+
+import pytest
+import torch
+from rank_models import decode
+from rank_processes import run_processes
+from ranks import relative_error
+from steps_at_once import wide_directory
+
+from coserve.kernels.cpu import CpuBackend
+from coserve.kernels.groups.base import SingleRank
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels"),
+]
+
+
+def test_traced_blocks_of_ranks_give_what_blocks_one_by_one_give():
+    directory = str(wide_directory("llama"))
+    expected, _, num_traces = decode(SingleRank(), directory, "float32")
+    assert num_traces
+    for traced, one_by_one, num_traces in run_processes(2, decode, directory, "float32"):
+        assert num_traces, "its steps are one call"
+        assert relative_error(traced, expected) < 1e-5
+        assert relative_error(traced, one_by_one) < 1e-5
+
+
+def test_traced_blocks_of_ranks_in_16_bits_are_as_exact_as_those_of_one_rank():
+    directory = str(wide_directory("llama"))
+    exact = decode(SingleRank(), directory, "float32")[1]
+    alone = decode(SingleRank(), directory, "bfloat16")[0].float()
+    for traced, _, num_traces in run_processes(2, decode, directory, "bfloat16"):
+        assert num_traces
+        # What ranks sum is rounded once more.
+        assert relative_error(traced.float(), exact) < 2 * relative_error(alone, exact)
