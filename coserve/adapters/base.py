@@ -26,6 +26,7 @@ from coserve.adapters.tensor_files import write_tensors
 from coserve.adapters.whole_files import replace_file
 from coserve.errors import AdapterError
 from coserve.graph.bypass import AttachedGraph, Bypass
+from coserve.kernels.groups.base import Ranks
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
 from coserve.models.bypasses import BoundBypass, Bypasses
@@ -228,10 +229,7 @@ class Adapter:
     def _frozen_weight(self, module: str) -> Tensor | None:
         """Return the weight that the adapter brings for a module, if it brings one."""
         frozen = self.layout.frozen
-        whole = None if frozen is None else self.frozen_weights.get(frozen.owner(module, self.architecture))
-        if whole is None:
-            return None
-        return self.graphs.own(f"{module}.{FROZEN}", whole, tuple(whole.shape), self.backbone.ranks.rank)
+        return None if frozen is None else self.frozen_weights.get(frozen.owner(module, self.architecture))
 
     def _place_of(self, name: str) -> tuple[Part, str]:
         """Return the part of a parameter, by its full name, and its name in the part's graph."""
@@ -378,7 +376,9 @@ class Adapter:
     def graphs(self) -> AdapterGraphs:
         """Return the graphs of the model's parts with the bypasses, and what of each parameter this rank holds."""
         backbone, own = self.backbone, self.architecture
-        local = backbone.local if own is backbone.architecture else local_model(own, backbone.ranks)
+        local = backbone.local if own is backbone.architecture else local_model(own, Ranks())
+        if backbone.ranks.size > 1 and self.layout.frozen is not None:
+            raise AdapterError("an adapter that brings weights of its own is not divided among ranks yet")
         return AdapterGraphs.of(self.config, self.layout, local)
 
     @cached_property

@@ -5,6 +5,7 @@ own but for those that it cannot do without.
 from collections import Counter
 
 import pytest
+import torch
 from lengths import long_but
 from peft_methods import CASES, config_of
 from ranks import random_masters, relative_error, together, train_divided, whole_backbone
@@ -18,7 +19,7 @@ from coserve.graph.layouts import FIRST, WHOLE
 from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.threads import run_ranks
 from coserve.models import forward
-from coserve.models.dividing import divided_backbone
+from coserve.models.dividing import divided_backbone, piece
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.joined import joined_tasklet, run_losses
 
@@ -26,6 +27,7 @@ EVERY = [(case, family) for case, found in CASES.items() for family in found.fam
 SHORT = [("lora", "gptj"), ("dora", "qwen2"), ("ia3", "qwen2"), ("vera", "gptj"), ("bottleneck", "gptj")]
 SHORT += [("prefix-tuning", "qwen2"), ("bitfit", "opt"), ("lora-whole", "llama-biases-tied")]
 MIXTURES = ["mixtral", "qwen3-moe", "gpt-oss", "qwen3.5-moe", "qwen3-next"]
+PRINCIPAL = ["pissa", "pissa-attention", "olora"]
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
@@ -176,3 +178,31 @@ def test_tasklets_of_two_methods_join_on_every_rank():
             for name, value in masters[index].items()
         }
         assert worst_error(gradients, lonely.gradients) < 1e-5
+
+
+@pytest.mark.parametrize("case", long_but("dora", "bitfit", "lora-whole", of=sorted(CASES.keys() - set(PRINCIPAL))))
+def test_ranks_begin_with_their_pieces_of_what_one_rank_begins_with(case):
+    family = CASES[case].families[0]
+    whole = whole_backbone(family)
+    alone = Adapter(whole, config_of(case), seed=5)
+    ranks = run_ranks(2, lambda group: Adapter(divided_backbone(whole, group), config_of(case), seed=5))
+    for rank, adapter in enumerate(ranks):
+        assert adapter.masters.keys() == alone.masters.keys()
+        for name, master in alone.masters.items():
+            expected = piece(master, adapter.graphs.states.get(name, WHOLE), rank)
+            torch.testing.assert_close(adapter.masters[name], expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", PRINCIPAL)
+def test_factors_of_a_divided_weight_are_refused(case):
+    whole = whole_backbone(CASES[case].families[0])
+    with pytest.raises(AdapterError, match="needs whole weights, which ranks divide here"):
+        run_ranks(2, lambda group: Adapter(divided_backbone(whole, group), config_of(case)))
+
+
+def test_pieces_of_an_adapter_are_not_saved_as_the_whole(tmp_path):
+    whole = whole_backbone("qwen2")
+    for adapter in run_ranks(2, lambda group: Adapter(divided_backbone(whole, group), config_of("lora"))):
+        with pytest.raises(AdapterError, match="divided among ranks cannot be saved"):
+            adapter.save(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -91,6 +91,9 @@ class Operator(ABC):
 
     An operator with a state (`state_size`) takes its rows in order, sequence by sequence, and carries it along.
 
+    Ranks that divide a model run an operator in one of its `layouts`, or on whole tensors. An operator by columns, or
+    linear in some inputs, has only to say so.
+
     forward(values, attributes, context): values by input slot -> values by output slot. The results are new tensors.
     vjp(wanted, values, gradients, attributes, context): `gradients` by output slot -> gradients by wanted input slot.
         `values` holds what `needs` lists for the wanted slots. An output slot listed in `restores` may be wanted too:
