@@ -31,8 +31,8 @@ class Trained:
     graphs: AdapterGraphs
 
 
-def whole_backbone(name: str, **settings: str) -> Backbone:
-    return make_backbone(name, kernels="plain", **settings)
+def whole_backbone(name: str, kernels: str = "plain") -> Backbone:
+    return make_backbone(name, kernels=kernels)
 
 
 def cached_logits(backbone: Backbone) -> Tensor:

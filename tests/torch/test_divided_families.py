@@ -48,6 +48,15 @@ def test_divided_gradients_of_a_lora_are_those_of_one_rank(divided):
     assert worst_error(found.gradients, alone.gradients) < (1e-4 if whole.local.state_sizes else 1e-5)
 
 
+@pytest.mark.parametrize("kernels", names_for(torch.device("cpu")))
+@pytest.mark.parametrize("name", long_but("qwen3", of=["qwen3", "gpt2", "olmo2", "gpt-oss", "qwen3-next"]))
+def test_any_kernels_give_divided_gradients(name, kernels):
+    alone, found = train_divided(
+        whole_backbone(name, kernels), LoraConfig(r=4, alpha=6, target_modules=targets_of(name)), 2
+    )
+    assert worst_error(found.gradients, alone.gradients) < (1e-4 if "next" in name else 1e-5)
+
+
 @pytest.mark.parametrize(("name", "size"), sorted(REFUSED))
 def test_heads_that_ranks_cannot_share_are_refused_by_number(name, size):
     with pytest.raises(

@@ -16,6 +16,7 @@ from coserve.adapters.full_weights import FullWeights
 from coserve.adapters.methods.full import FullConfig
 from coserve.errors import AdapterError
 from coserve.graph.layouts import FIRST, WHOLE
+from coserve.kernels import names_for
 from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.threads import run_ranks
 from coserve.models import forward
@@ -27,12 +28,13 @@ EVERY = [(case, family) for case, found in CASES.items() for family in found.fam
 SHORT = [("lora", "gptj"), ("dora", "qwen2"), ("ia3", "qwen2"), ("vera", "gptj"), ("bottleneck", "gptj")]
 SHORT += [("prefix-tuning", "qwen2"), ("bitfit", "opt"), ("lora-whole", "llama-biases-tied")]
 MIXTURES = ["mixtral", "qwen3-moe", "gpt-oss", "qwen3.5-moe", "qwen3-next"]
+BACKENDS = long_but("plain", of=names_for(torch.device("cpu")))
 PRINCIPAL = ["pissa", "pissa-attention", "olora"]
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-def check(family, config, size=2):
-    alone, found = train_divided(whole_backbone(family), config, size)
+def check(family, config, size=2, kernels="plain"):
+    alone, found = train_divided(whole_backbone(family, kernels), config, size)
     assert found.loss == pytest.approx(alone.loss, rel=1e-6)
     assert relative_error(found.logits, alone.logits) < 1e-5
     error = 1e-4 if whole_backbone(family).local.state_sizes else 1e-5
@@ -52,11 +54,12 @@ def test_a_method_divided_among_four_trains_as_on_one_rank(case, family):
     check(family, config_of(case), 4)
 
 
+@pytest.mark.parametrize("kernels", BACKENDS)
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("family", long_but("qwen2", of=["qwen2", "gpt2", "qwen3-next"]))
-def test_dropout_drops_the_features_of_the_whole_row(dora, family):
+def test_dropout_drops_the_features_of_the_whole_row(dora, family, kernels):
     targets = "all-linear" if family != "qwen3-next" else ("q_proj", "o_proj", "in_proj_qkvz", "out_proj")
-    check(family, LoraConfig(r=4, dropout=0.3, use_dora=dora, target_modules=targets))
+    check(family, LoraConfig(r=4, dropout=0.3, use_dora=dora, target_modules=targets), kernels=kernels)
 
 
 @pytest.mark.parametrize(

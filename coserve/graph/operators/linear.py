@@ -211,7 +211,7 @@ def with_first_feature(attributes: Attributes, state: AnyState, rank: int) -> At
     """Return dropout's attributes on a rank: features are counted from the salt on, which moves to its first one."""
     if not isinstance(state, Cut):
         return attributes
-    return {**attributes, "salt": attributes["salt"] + state.runs[rank][0].start}
+    return {**attributes, "salt": (attributes["salt"] + state.runs[rank][0].start) % 2**32}
 
 
 def _low_rank_gradient(dy: Tensor, x: Tensor, context: Context) -> Tensor:

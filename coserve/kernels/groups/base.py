@@ -21,7 +21,9 @@ class Ranks:
     """Which rank of a group of how many runs something."""
 
     rank: int = 0
+    """Number of the rank in its group, from 0 on."""
     size: int = 1
+    """Number of ranks in the group."""
 
 
 class RankGroup(ABC):
