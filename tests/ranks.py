@@ -90,17 +90,30 @@ def train_divided(whole: Backbone, config: AdapterConfig, size: int) -> tuple[Tr
 
 
 def together(pieces: Sequence[Tensor], shape: tuple[int, ...], state: AnyState, *, is_summed: bool) -> Tensor:
-    """Return the whole gradient of a parameter from those of all ranks."""
+    """Return the whole gradient of a parameter from those of all ranks.
+
+    Args:
+        pieces: each rank's gradient.
+        shape: that of the whole.
+        state: the parameter's.
+        is_summed: whether ranks that hold the same entry add up their gradients of it; else these must be equal.
+    """
     if isinstance(state, Cut):
         whole = torch.zeros(shape)
         for rank, piece in enumerate(pieces):
-            one = torch.zeros(shape)
+            one = torch.zeros(shape) if is_summed else whole.clone()
             state.put(one, piece, rank)
-            whole += one
+            whole = whole + one if is_summed else one
+        for rank, piece in enumerate([] if is_summed else pieces):
+            again = whole.clone()
+            state.put(again, piece, rank)
+            assert torch.equal(again, whole), "gradients of copies differ, and nothing adds them up"
         return whole
     if is_summed:
         return torch.stack(list(pieces)).sum(0)
-    if state is not FIRST:
+    if state is FIRST:
+        assert not any(piece.any() for piece in pieces[1:]), "a rank trains what rank 0 alone holds"
+    else:
         assert all(torch.equal(piece, pieces[0]) for piece in pieces), "a whole gradient differs between ranks"
     return pieces[0]
 

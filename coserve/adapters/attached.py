@@ -9,7 +9,7 @@ from torch import Tensor
 from coserve.adapters.layout import AdapterLayout, HasBypasses
 from coserve.errors import AdapterError, GraphError
 from coserve.graph.bypass import AttachedGraph, Bypass, attach
-from coserve.graph.layouts import WHOLE, AnyState
+from coserve.graph.layouts import FIRST, WHOLE, AnyState
 from coserve.graph.parallel.bypasses import AttachedLocalGraph, attach_local
 from coserve.models.base import Part
 from coserve.models.dividing import piece
@@ -28,6 +28,11 @@ class AdapterGraphs:
     """Full names of the parameters of whose gradient each rank has a part, which ranks add up once a step."""
     divided: Mapping[Part, AttachedLocalGraph] = field(default_factory=dict)
     """Where ranks divide the model: the graph of each part as training differentiates it, with states."""
+
+    @property
+    def held_by_rank_0(self) -> list[str]:
+        """Return the full names of the parameters that only rank 0 holds; other ranks have zeros and must not train."""
+        return [name for name, state in self.states.items() if state is FIRST]
 
     def own(self, name: str, value: Tensor, whole: tuple[int, ...], rank: int) -> Tensor:
         """Return what a rank holds of a parameter or derived tensor.

@@ -88,7 +88,9 @@ def _words(state: AnyState) -> str:
     if not isinstance(state, Cut):
         return _WORDS[state]
     dim = {-1: "", -2: " rows", -3: " channels"}[state.dim]
-    copies = f", on {state.num_copies} ranks" if state.num_copies > 1 else ""
+    fewest, num_copies = state.copies
+    some = "some of them " if fewest < num_copies else ""
+    copies = f", {some}on {num_copies} ranks" if num_copies > 1 else ""
     return f"{state.local:,} of {state.width:,}{dim}{copies}"
 
 

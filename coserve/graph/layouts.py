@@ -9,7 +9,8 @@ Every tensor of a rank's graph is in one of these states, of which only a cut ha
 - a `Cut`: each rank has some entries of one dimension.
 
 States of gradients follow: of WHOLE and of PART it is whole, of COPIED a part, of a cut it is cut alike. Where several
-ranks hold the same piece of a cut, their gradients of it add up.
+ranks hold the same entries of a cut, their gradients of these add up. Of FIRST every rank computes the whole gradient,
+and those above 0 drop it.
 """
 
 from collections.abc import Mapping

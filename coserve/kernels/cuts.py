@@ -7,6 +7,7 @@ several ranks may hold the same piece (key heads, where there are fewer than ran
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -44,13 +45,41 @@ class Cut:
         return sum(run.stop - run.start for run in self.runs[0])
 
     @cached_property
-    def num_copies(self) -> int:
-        """Return the number of ranks that hold the same piece."""
-        return self.runs.count(self.runs[0])
+    def copies(self) -> tuple[int, int]:
+        """Return the smallest and the largest number of ranks that hold the same entry.
 
-    def is_first(self, rank: int) -> bool:
-        """Return whether a rank is the first of those that hold its piece."""
-        return self.runs.index(self.runs[rank]) == rank
+        They differ where a fused projection is divided: each query head may be on one rank, each key head on two.
+        """
+        counts = torch.zeros(self.width, dtype=torch.int64)
+        for run in chain.from_iterable(self.runs):
+            counts[run.start : run.stop] += 1
+        return int(counts.min()), int(counts.max())
+
+    @property
+    def is_disjoint(self) -> bool:
+        """Return whether no entry is on several ranks, so that products over the ranks' entries add up."""
+        return self.copies[1] == 1
+
+    def owned(self, piece: Tensor, rank: int) -> Tensor:
+        """Return a rank's piece with zeros for the entries that a rank before it holds as well.
+
+        The pieces of all ranks then add up to the whole, each entry once.
+        """
+        if self.is_disjoint:
+            return piece
+        shape = [1] * piece.ndim
+        shape[self.dim] = self.local
+        return piece * self._is_owned[rank].to(piece.device).view(shape)
+
+    @cached_property
+    def _is_owned(self) -> tuple[Tensor, ...]:
+        """Return by rank which of its entries no rank before it holds, bool [local]."""
+        owners = torch.zeros(self.width, dtype=torch.int64)
+        for rank in reversed(range(self.size)):
+            for run in self.runs[rank]:
+                owners[run.start : run.stop] = rank
+        entries = self.along(-1)
+        return tuple(entries.take(owners, rank) == rank for rank in range(self.size))
 
     def along(self, dim: int) -> "Cut":
         """Return the same cut of another dimension."""

@@ -80,6 +80,9 @@ class TrainingPass:
         # Summed loss, and rows whose likeliest token is the target: float64 [2], on the device.
         self.totals = torch.zeros(2, dtype=torch.float64, device=backbone.device)
         self.gradients = zeros_like_all(adapter.masters)
+        # What rank 0 alone holds is not trained here, though backward passes give its gradient on every rank.
+        others = adapter.graphs.held_by_rank_0 if backbone.ranks.rank else ()
+        self._sums = self.gradients | {name: torch.zeros_like(self.gradients[name]) for name in others}
         self.cursor = Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=len(programs.parts))
         self._bypasses = None if bare else adapter.bypasses(training=training)
         self.is_bare, self.scores = bare, scores
@@ -275,7 +278,7 @@ class TrainingPass:
     def accumulators(self, part: Part) -> dict[str, Tensor]:
         """The sums of gradients of a part's parameters, by their names there."""
         adapter = self.adapter
-        return {name: self.gradients[adapter.master_name(part, name)] for name in adapter.parameters(part)}
+        return {name: self._sums[adapter.master_name(part, name)] for name in adapter.parameters(part)}
 
     def _segments(self, start: int, end: int) -> list[Segment]:
         """Who attends to what among rows [start, end); the keys are those of the whole pack."""

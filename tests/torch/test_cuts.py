@@ -37,8 +37,20 @@ def test_a_width_that_does_not_divide_is_cut_only_if_padded():
 
 def test_ranks_beyond_the_heads_hold_copies():
     cut = head_cut(2, 3, 4, name="key heads", may_copy=True)
-    assert cut.runs == runs([(0, 3)], [(0, 3)], [(3, 6)], [(3, 6)]) and cut.num_copies == 2
-    assert [cut.is_first(rank) for rank in range(4)] == [True, False, True, False]
+    assert cut.runs == runs([(0, 3)], [(0, 3)], [(3, 6)], [(3, 6)]) and cut.copies == (2, 2)
+    assert not cut.is_disjoint
+    assert [bool(cut.owned(torch.ones(3), rank).any()) for rank in range(4)] == [True, False, True, False]
+
+
+def test_each_entry_of_a_fused_cut_has_one_owner():
+    """The query heads are on a rank each, and the key head is on both."""
+    q, k = even_cut(4, 2), head_cut(1, 2, 2, name="key heads", may_copy=True)
+    assert q is not None
+    fused = side_by_side([q, k])
+    assert fused.copies == (1, 2) and not fused.is_disjoint and q.is_disjoint
+    assert [fused.owned(torch.ones(4), rank).tolist() for rank in (0, 1)] == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    rows = fused.along(-2)
+    assert rows.owned(torch.ones(2, 4, 3), 1)[0, :, 0].tolist() == [1, 1, 0, 0]
 
 
 def test_heads_that_cannot_be_divided_are_refused_with_what_fits():

@@ -13,6 +13,7 @@ from support import random_sequences, worst_error
 
 from coserve.adapters import Adapter, LoraConfig
 from coserve.adapters.full_weights import FullWeights
+from coserve.adapters.methods.bottleneck import BottleneckConfig
 from coserve.adapters.methods.full import FullConfig
 from coserve.errors import AdapterError
 from coserve.graph.layouts import FIRST, WHOLE
@@ -109,7 +110,36 @@ def test_a_bottleneck_at_a_row_cut_site_comes_after_the_sum():
     assert "self_attn.o_proj.adapter_down.0.weight" in attached.graph.spec, "its parameters keep their names"
 
 
+@pytest.mark.parametrize(
+    "site",
+    long_but(
+        ("llama", "k_proj", 4),
+        ("phi3", "qkv_proj", 4),
+        of=[
+            ("llama", "k_proj", 4),
+            ("phi3", "qkv_proj", 4),
+            ("falcon-new", "query_key_value", 4),
+            ("falcon-old", "query_key_value", 2),
+            ("qwen3-next", "in_proj_qkvz", 4),
+        ],
+    ),
+    ids=str,
+)
+def test_a_bottleneck_reads_the_heads_that_several_ranks_have_once(site):
+    family, module, size = site
+    check(family, BottleneckConfig(reduction_factor=4, target_modules=rf".*\.{module}"), size)
+
+
+@pytest.mark.parametrize(("family", "module"), [("phi3", "qkv_proj"), ("falcon-new-one-norm", "query_key_value")])
+def test_a_lora_at_a_fused_projection_trains_its_copied_rows_once(family, module):
+    """Of B's rows those of query heads are on a rank each, those of key heads on two, which add up."""
+    found = check(family, LoraConfig(r=4, target_modules=(module,)), 4)
+    cut = [name for name, state in found.graphs.states.items() if isinstance(state, Cut) and not state.is_disjoint]
+    assert cut and set(cut) <= found.graphs.summed
+
+
 def test_a_bias_of_a_row_cut_site_is_the_first_ranks():
+    """Other ranks hold zeros and have no gradient, so that an optimizer leaves them alone; see `together`."""
     _, found = train_divided(whole_backbone("opt"), config_of("bitfit"), 2)
     assert found.graphs.states["model.decoder.layers.0.fc2.trained_bias"] is FIRST
 

@@ -70,9 +70,17 @@ def test_tables_and_heads_are_cut_by_the_vocabulary(name):
 
 def test_key_heads_that_are_fewer_than_ranks_are_copied():
     found = local("llama", 4).divided[0]
-    assert found.states["self_attn.k_proj.weight"].num_copies == 2
-    assert found.states["self_attn.q_proj.weight"].num_copies == 1
+    assert found.states["self_attn.k_proj.weight"].copies == (2, 2)
+    assert found.states["self_attn.q_proj.weight"].is_disjoint
     assert {"self_attn.k_proj.weight", "self_attn.v_proj.weight"} == found.summed
+
+
+@pytest.mark.parametrize("name", ["phi3", "falcon-new-one-norm"])
+def test_the_weights_of_a_fused_projection_are_summed_if_some_of_their_rows_are_copied(name):
+    found = local(name, 4).divided[0]
+    [fused] = [weight for weight in found.states if re.search(r"(qkv_proj|query_key_value).weight$", weight)]
+    assert found.states[fused].copies == (1, 2)
+    assert fused in found.summed
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,9 @@ CASES: list[Any] = [
     ),
     (graph_of("regroup", {"x": 24}, {}, groups=2, of=12, start=0, widths=(2, 4)), {"x": [EVEN[24], PART]}, None),
     (graph_of("linear", {"x": 8}, {"weight": (W, (6, 8)), "bias": (W, (6,))}), {"x": [EVEN[8], PART]}, EVEN[6]),
+    (graph_of("linear", {"x": 8}, {"weight": (W, (8, 8))}), {}, HEADS),
     (graph_of("low_rank", {"x": 8}, {"weight": (P, (6, 8))}), {"x": [EVEN[8], PART]}, EVEN[6]),
+    (graph_of("low_rank", {"x": 8}, {"weight": (P, (8, 8))}), {}, HEADS),
     (
         graph_of(
             "dropout_low_rank", {"x": 8}, {"weight": (P, (6, 8)), "dropout_row_ids": ("constant", ())}, p=0.4, salt=7
@@ -133,6 +135,11 @@ CASES: list[Any] = [
         {"x": [TWICE]},
         None,
     ),
+    (
+        graph_of("expert_linear", {"x": 8}, {"experts": ("ints", (2,)), "weight": (W, (3, 8, 8))}, shared=True),
+        {},
+        repeated(HEADS, 2),
+    ),
     (graph_of("mixture", {"x": 16, "shares": 2}, {}), {"x": [PART]}, None),
     (
         graph_of("rms_norm", {"x": 24}, {"weight": (W, (4,))}, eps=0.05),
@@ -151,6 +158,22 @@ CASES: list[Any] = [
 ]
 
 
+# Query heads on a rank each, and a key head that both have; and the same for each of two experts.
+FUSED = side_by_side([EVEN[4], head_cut(1, 4, SIZE, name="heads", may_copy=True)])
+EXPERTS: tuple[str, tuple[int, ...]] = ("ints", (2,))
+PRODUCTS: list[Any] = [
+    (graph_of("linear", {"x": 8}, {"weight": (W, (6, 8)), "bias": (W, (6,))}), 1),
+    (graph_of("low_rank", {"x": 8}, {"weight": (P, (6, 8))}), 1),
+    (
+        graph_of(
+            "dropout_low_rank", {"x": 8}, {"weight": (P, (6, 8)), "dropout_row_ids": ("constant", ())}, p=0.4, salt=7
+        ),
+        1,
+    ),
+    (graph_of("expert_linear", {"x": 16}, {"experts": EXPERTS, "weight": (W, (3, 6, 8))}, shared=False), 2),
+]
+
+
 def given_of(graph: Graph, states: Mapping[str, list[AnyState]], cut: Cut | None) -> Given:
     [node] = graph.nodes
     specs = graph.slot_specs(node)
@@ -162,6 +185,23 @@ def given_of(graph: Graph, states: Mapping[str, list[AnyState]], cut: Cut | None
         states={slot: frozenset([WHOLE, *states.get(slot, ())]) for slot in rows},
         cuts={} if cut is None else {"y": cut},
     )
+
+
+@pytest.mark.parametrize("cut", [HEADS, FUSED], ids=["copies", "some-copies"])
+@pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product[0].nodes[0].op)
+def test_a_product_of_columns_that_several_ranks_have_is_no_part_of_a_sum(product, cut):
+    """Their products would be in the sum once for each rank that has them."""
+    graph, times = product
+    [node] = graph.nodes
+    given = given_of(graph, {"x": [repeated(cut, times)]}, None)
+    assert all(layout.outputs["y"] is not PART for layout in node.operator.layouts(given))
+    given = given_of(graph, {"x": [repeated(EVEN[8], times)]}, None)
+    assert any(layout.outputs["y"] is PART for layout in node.operator.layouts(given))
+
+
+def test_a_norm_over_columns_of_which_some_are_copied_is_not_divided():
+    graph = graph_of("rms_norm", {"x": 8}, {"weight": (W, (8,))}, eps=0.05)
+    assert graph.nodes[0].operator.layouts(given_of(graph, {"x": [FUSED]}, None)) == []
 
 
 def layouts() -> list[Any]:
@@ -199,6 +239,23 @@ def parts_of(whole: Tensor, state: AnyState) -> list[Tensor]:
     return [piece(whole, state, rank) for rank in range(SIZE)]
 
 
+def copies_of(whole: Tensor, cut: Cut) -> list[Tensor]:
+    """Return what each rank has of the gradient of a cut tensor: those of an entry's copies add up to that of it."""
+    found = [cut.owned(cut.take(whole, rank), rank) for rank in range(SIZE)]
+    for rank in range(1, SIZE):
+        more = torch.randn_like(whole) * held(cut, whole, 0) * held(cut, whole, rank)
+        found[0] = found[0] + cut.take(more, 0)
+        found[rank] = found[rank] - cut.take(more, rank)
+    return found
+
+
+def held(cut: Cut, like: Tensor, rank: int) -> Tensor:
+    """Return ones for what a rank has, and zeros elsewhere."""
+    mask = torch.zeros_like(like)
+    cut.put(mask, torch.ones(like.shape[0], cut.local), rank)
+    return mask
+
+
 def values_of(graph: Graph) -> dict[str, Tensor]:
     generator, found = torch.Generator().manual_seed(0), {}
     for slot, spec in graph.slot_specs(graph.nodes[0]).items():
@@ -233,8 +290,8 @@ def test_ranks_together_give_what_one_gives(graph, layout):
     given = {slot: parts_of(value, states[slot]) for slot, value in inputs.items()}
     # The gradient of what is a part, or whole, is whole; of a copy, and of copies of a piece, it is a part.
     dys = parts_of(dy, PART if states["y"] is COPIED else WHOLE if states["y"] is PART else states["y"])
-    if isinstance(states["y"], Cut) and states["y"].num_copies > 1:
-        dys = parts_of(dys[0], PART)
+    if isinstance(states["y"], Cut) and not states["y"].is_disjoint:
+        dys = copies_of(dy, states["y"])
     local = operator(layout.op or node.op)
 
     def run(group):
@@ -255,8 +312,11 @@ def test_ranks_together_give_what_one_gives(graph, layout):
     torch.testing.assert_close(got, expected["y"], atol=1e-6, rtol=1e-5)
     for slot in wanted:
         state = states[slot]
-        is_summed = state is COPIED or (state is WHOLE and not specs[slot].per_row)
+        is_whole = state is WHOLE and not specs[slot].per_row
+        is_summed = not state.is_disjoint if isinstance(state, Cut) else state is COPIED or is_whole
         pieces = [gradient[slot].float() for _, gradient in found]
+        if state is FIRST:  # a training pass drops what others give
+            pieces = parts_of(pieces[0], FIRST)
         whole_gradient = together(pieces, gradients[slot].shape, state, is_summed=is_summed)
         torch.testing.assert_close(whole_gradient, gradients[slot].float(), atol=1e-5, rtol=1e-5)
 

@@ -6,7 +6,7 @@ import torch
 from coserve.graph.operators import operator, operators
 from coserve.graph.operators.base import Context, Load
 from coserve.graph.tensors import TensorSpec
-from coserve.kernels.cuts import even_cut, head_cut
+from coserve.kernels.cuts import even_cut, head_cut, side_by_side
 from coserve.kernels.groups.threads import run_ranks
 from coserve.kernels.plain import PlainBackend
 
@@ -15,6 +15,9 @@ N, SIZE = 5, 4
 CUT = even_cut(8, SIZE)
 assert CUT is not None
 COPIES = head_cut(2, 4, SIZE, name="heads", may_copy=True)
+_WIDE, _NARROW = even_cut(8, SIZE), head_cut(2, 2, SIZE, name="heads", may_copy=True)
+assert _WIDE is not None
+FUSED = side_by_side([_WIDE, _NARROW])
 PADDED = even_cut(7, SIZE, padded=True)
 assert PADDED is not None
 
@@ -61,7 +64,7 @@ def test_rank_copy_adds_up_gradients():
         torch.testing.assert_close(dx, sum(dys))
 
 
-@pytest.mark.parametrize("cut", [CUT, COPIES, PADDED])
+@pytest.mark.parametrize("cut", [CUT, COPIES, FUSED, PADDED])
 def test_rank_gather_gives_whole_rows_and_its_gradient_the_pieces(cut):
     whole, dy = torch.randn(N, cut.width), torch.randn(N, cut.width)
     pieces = [cut.take(whole, rank) for rank in range(SIZE)]
@@ -75,7 +78,7 @@ def test_rank_gather_gives_whole_rows_and_its_gradient_the_pieces(cut):
     assert torch.equal(back, dy), "gradients of copies add up"
 
 
-@pytest.mark.parametrize("cut", [CUT, COPIES, PADDED])
+@pytest.mark.parametrize("cut", [CUT, COPIES, FUSED, PADDED])
 def test_rank_take_gives_own_columns_and_puts_their_gradient_back(cut):
     whole = torch.randn(N, cut.width)
     for rank, (y, dx) in enumerate(on_ranks("rank_take", [whole] * SIZE, rows(cut.local), cut=cut, tensor="t")):

@@ -104,7 +104,7 @@ class ExpertLinear(Operator):
         if y is not None and (rows := pattern(y, num_chosen)) is not None:
             found.append(Layout(inputs={"weight": rows.along(-2), "bias": rows}, outputs={"y": y}))
         if not given.attributes["shared"]:
-            columns = {x: pattern(x, num_chosen) for x in given.cuts_of("x")}
+            columns = {x: pattern(x, num_chosen) for x in given.cuts_of("x") if x.is_disjoint}
             found += [
                 Layout(inputs={"x": x, "weight": cut, "bias": FIRST}, outputs={"y": PART})
                 for x, cut in columns.items()

@@ -26,12 +26,17 @@ class _Product(Operator):
         return 2 * prod(specs["weight"].shape)
 
     def layouts(self, given: Given) -> Sequence[Layout]:
-        """Return the products of parts of sums, with rows of the weight (columns of y), and with its columns."""
+        """Return the products of parts of sums, with rows of the weight (columns of y), and with its columns.
+
+        The products with columns add up only if each column of x is on one rank.
+        """
         found = list(super().layouts(given))
         if (cut := given.cuts.get("y")) is not None:
             found.append(Layout(inputs={"weight": cut.along(-2), "bias": cut}, outputs={"y": cut}))
         found += [
-            Layout(inputs={"x": cut, "weight": cut, "bias": FIRST}, outputs={"y": PART}) for cut in given.cuts_of("x")
+            Layout(inputs={"x": cut, "weight": cut, "bias": FIRST}, outputs={"y": PART})
+            for cut in given.cuts_of("x")
+            if cut.is_disjoint
         ]
         return found
 

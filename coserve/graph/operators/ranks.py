@@ -85,18 +85,17 @@ class RankGather(_Collective):
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         x, cut = values["x"], attributes["cut"]
         y = x.new_empty(x.shape[0], cut.width)
-        for rank, piece in enumerate(context.group.all_gather(x, attributes["tensor"])):
-            if cut.is_first(rank):
-                cut.put(y, piece, rank)
+        pieces = context.group.all_gather(x, attributes["tensor"])
+        for rank in reversed(range(cut.size)):  # what several ranks have comes from the first of them
+            cut.put(y, pieces[rank], rank)
         return {"y": y}
 
     def vjp(
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         cut, rank = attributes["cut"], context.group.rank
-        piece = cut.take(gradients["y"], rank)
-        # Gradients of the copies of a piece add up to that of the piece.
-        return {"x": piece if cut.is_first(rank) else torch.zeros_like(piece)}
+        # Gradients of the copies of an entry add up to that of the entry: the first of them has all of it.
+        return {"x": cut.owned(cut.take(gradients["y"], rank), rank)}
 
 
 class RankTake(_Collective):

@@ -52,8 +52,9 @@ class LocalGraph:
     states: Mapping[str, AnyState]
     """State of every tensor, by its name in the graph; constants are whole."""
     summed: frozenset[str]
-    """Weights and parameters of whose gradient each rank has a part: the ranks that hold the same entries add theirs
-    up, once for each optimizer step."""
+    """Weights and parameters of whose gradient each rank has a part, once for each optimizer step to be added up: entry
+    by entry, over the ranks that hold the entry. Of a fused projection these may be several ranks for some entries and
+    one for others."""
 
     @cached_property
     def collectives(self) -> tuple[Node, ...]:
@@ -151,5 +152,5 @@ def local_spec(spec: TensorSpec, state: AnyState) -> TensorSpec:
 
 def _is_summed(state: AnyState, decision: Decision) -> bool:
     if isinstance(state, Cut):
-        return state.num_copies > 1
+        return not state.is_disjoint
     return state is WHOLE and not decision.is_whole
