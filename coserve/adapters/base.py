@@ -172,9 +172,8 @@ class Adapter:
     ) -> None:
         """Make a fresh adapter; AdapterError if it fits nowhere on this model.
 
-        seed: of the initial values, which do not depend on the device. every_target: see `AdapterConfig.sites`.
-        masters: whole ones, copied in place of initial values. frozen, frozen_weights: what it brings and does not
-        train, and these tensors by module.
+        seed: of the initial values, the same on any device. every_target: see `AdapterConfig.sites`. masters: whole
+        ones, copied in place of initial values. frozen, frozen_weights: what is not trained, and its tensors by module.
         """
         self.backbone, self.config = backbone, config
         architecture = backbone.architecture
@@ -303,18 +302,20 @@ class Adapter:
         return dict(state)
 
     def save(self, directory: Path) -> None:
-        """Write its files: in PEFT's format, float32. The config names this backbone as the base model, and the task
-        that it is for: causal language modelling.
-
-        AdapterError if ranks hold parts of it.
+        """Write its files in PEFT's format, float32, with this backbone as the base model and causal language modelling
+        as the task; AdapterError if ranks hold parts of it.
         """
-        if self.graphs.states:
-            raise AdapterError("the adapter of a model that is divided among ranks cannot be saved yet")
+        self.check_whole("saved")
         fields = {**self.config.to_peft(), **self.config.to_peft_of(self.architecture)}
         fields["base_model_name_or_path"] = self.backbone.name
         tensors = self.config.to_peft_tensors(self.masters, self.layout) | self._frozen_in_files()
         write_tensors(directory / WEIGHTS_FILE, {name: each.contiguous().cpu() for name, each in tensors.items()})
         replace_file(directory / CONFIG_FILE, (json.dumps(fields, indent=2) + "\n").encode())
+
+    def check_whole(self, what: str) -> None:
+        """Raise AdapterError where ranks divide the model: it cannot be `what` ("saved") then."""
+        if self.backbone.ranks.size > 1:
+            raise AdapterError(f"the adapter of a model that is divided among ranks cannot be {what} yet")
 
     def _frozen_in_files(self) -> dict[str, Tensor]:
         """Return the weights that are not trained as PEFT's files have them."""

@@ -114,7 +114,12 @@ class FullWeights(Adapter):
         return rest
 
     def save(self, directory: Path) -> None:
-        """A model in Hugging Face's layout, and which of its weights were trained."""
+        """Write a model in Hugging Face's layout, and which of its weights were trained.
+
+        Raises:
+            AdapterError: ranks hold parts of the model.
+        """
+        self.check_whole("saved")
         architecture = self.backbone.architecture
         save_model(architecture, find_model(self.backbone.name), directory, self.masters, keeps_tie=True)
         replace_file(directory / FULL_FILE, (json.dumps(self.config.to_peft(), indent=2) + "\n").encode())

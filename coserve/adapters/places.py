@@ -106,6 +106,11 @@ class Site:
             cut.put(whole, piece, rank)
         return whole
 
+    def weight_rows(self, rows: Tensor) -> Tensor:
+        """Return some rows of the whole weight in float32, by their numbers; all ranks have to ask for them."""
+        table = self.whole_weight if isinstance(self._weight_state, Cut) else self.weight.dense()
+        return table[rows.to(table.device)].float()
+
     def sum_over_inputs(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' tensors where each has some of the site's inputs; elsewhere the tensor itself.
 

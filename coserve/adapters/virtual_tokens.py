@@ -89,7 +89,12 @@ class EncodedTable(Reparametrization):
     """A table that a network gives, whose weights are trained in its place; PEFT keeps the table alone."""
 
     def __init__(self, encoder: nn.Module, adapter: Adapter, generator: torch.Generator) -> None:
-        """The network takes nothing. Its initial values are PyTorch's, drawn by the generator's seed."""
+        """The network takes nothing. Its initial values are PyTorch's, drawn by the generator's seed.
+
+        Raises:
+            AdapterError: ranks hold parts of the table.
+        """
+        adapter.check_whole("trained through a network that gives its table")
         self._encoder, self._layout = encoder.to(adapter.backbone.device).eval(), adapter.layout
         self.parameters = {name: value.detach().clone() for name, value in self._encoder.named_parameters()}
 

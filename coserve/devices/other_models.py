@@ -88,4 +88,5 @@ class OtherModels:
             dtype=served.dtype,
             device=served.device,
             backend=served.backend,
+            group=served.group,
         )

@@ -59,6 +59,8 @@ class TorchTrainer:
         what is trained in place of the adapter's parameters. shard: this is one node's part of a job.
         moments_need_pages: see `TrainerOpened`.
         """
+        # An optimizer step would have to add up what `AdapterGraphs.summed` lists, and clip by the norm of all ranks.
+        adapter.check_whole("trained with optimizer steps")
         self.adapter, self.window, self._reparametrization = adapter, window, reparametrization
         self.training_pass: TrainingPass | None = None
         trained = adapter.masters if reparametrization is None else reparametrization.parameters

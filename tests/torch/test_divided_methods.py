@@ -15,6 +15,8 @@ from coserve.adapters import Adapter, LoraConfig
 from coserve.adapters.full_weights import FullWeights
 from coserve.adapters.methods.bottleneck import BottleneckConfig
 from coserve.adapters.methods.full import FullConfig
+from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
+from coserve.devices.torch_trainer import TorchTrainer
 from coserve.errors import AdapterError
 from coserve.graph.layouts import FIRST, WHOLE
 from coserve.kernels import names_for
@@ -23,6 +25,7 @@ from coserve.kernels.groups.threads import run_ranks
 from coserve.models import forward
 from coserve.models.dividing import divided_backbone, piece
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
+from coserve.tuning.config import TuningConfig
 from coserve.tuning.joined import joined_tasklet, run_losses
 
 EVERY = [(case, family) for case, found in CASES.items() for family in found.families]
@@ -231,6 +234,64 @@ def test_factors_of_a_divided_weight_are_refused(case):
     whole = whole_backbone(CASES[case].families[0])
     with pytest.raises(AdapterError, match="needs whole weights, which ranks divide here"):
         run_ranks(2, lambda group: Adapter(divided_backbone(whole, group), config_of(case)))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama-biases-tied"])
+def test_prompts_begin_with_rows_of_the_whole_table(family):
+    config = PromptTuningConfig(num_virtual_tokens=7, prompt_tuning_init="SAMPLE_VOCAB")
+    whole = whole_backbone(family)
+    [expected] = Adapter(whole, config, seed=5).masters.values()
+    for adapter in run_ranks(2, lambda group: Adapter(divided_backbone(whole, group), config, seed=5)):
+        [prompt] = adapter.masters.values()
+        assert torch.equal(prompt, expected)
+
+
+def test_doras_norms_are_added_up_in_one_order():
+    """On one rank they have the bits that they had before there were ranks."""
+    adapter = Adapter(whole_backbone("qwen2"), LoraConfig(r=4, use_dora=True, target_modules=("o_proj",)), seed=5)
+    site = adapter.at["model.layers.0.self_attn.o_proj"]
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"lora_A.weight": (4, site.place.inputs), "lora_B.weight": (site.place.outputs, 4)}
+    parameters = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    a, b = parameters["lora_A.weight"], parameters["lora_B.weight"] * adapter.config.scaling(site.place.module)
+    weight = site.dense_weight
+    sums = weight.square().sum(1) + 2 * ((weight @ a.T) * b).sum(1) + ((b @ (a @ a.T)) * b).sum(1)
+    [found] = adapter.config.derived(site, parameters).values()
+    assert torch.equal(found, sums.clamp(min=0).sqrt())
+
+
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("prefix-projection", "trained through a network"),
+        ("p-tuning", "trained through a network"),
+        ("diff-pruning", "trained with the random gates of diff pruning"),
+    ],
+)
+def test_what_is_trained_in_place_of_divided_parameters_is_refused(case, what):
+    whole, config = whole_backbone("qwen2"), config_of(case)
+    for adapter in run_ranks(2, lambda group: Adapter(divided_backbone(whole, group), config)):
+        with pytest.raises(AdapterError, match=f"divided among ranks cannot be {what}"):
+            config.reparametrization(adapter, torch.Generator().manual_seed(0))
+
+
+def test_optimizer_steps_on_a_divided_model_are_refused():
+    whole = whole_backbone("qwen2")
+    for adapter in run_ranks(2, lambda group: Adapter(divided_backbone(whole, group), config_of("lora"))):
+        with pytest.raises(AdapterError, match="cannot be trained with optimizer steps yet"):
+            TorchTrainer(adapter, TuningConfig(), mean_context_len=16)
+
+
+def test_pieces_of_a_divided_model_are_not_saved_as_the_whole(tmp_path):
+    whole, config = whole_backbone("qwen2"), FullConfig()
+
+    def make(group):
+        return FullWeights(divided_backbone(whole, group), config, config.chosen(whole.architecture))
+
+    for weights in run_ranks(2, make):
+        with pytest.raises(AdapterError, match="divided among ranks cannot be saved"):
+            weights.save(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_pieces_of_an_adapter_are_not_saved_as_the_whole(tmp_path):

@@ -68,6 +68,12 @@ class GatedDifferences(Reparametrization):
     """Differences w and the logits of their gates; what is trained on has gates of this step's draw."""
 
     def __init__(self, config: DiffPruningConfig, adapter: Adapter, *, seed: int) -> None:
+        """Begin with gates that are open.
+
+        Raises:
+            AdapterError: ranks hold parts of the differences, whose gates are drawn as a whole.
+        """
+        adapter.check_whole("trained with the random gates of diff pruning")
         self._config, self._seed, self._num_draws = config, seed, 0
         self._gated = tuple(name for name, local in adapter.layout.local_names.items() if local == "difference")
         self.parameters = {name: master.clone() for name, master in adapter.masters.items()}

@@ -319,8 +319,8 @@ class LoraConfig(TargetedConfig):
         a, b = parameters[LORA_A], parameters[LORA_B] * self.scaling(site.place.module)
         mixed = ((site.dense_weight @ a.T) * b).sum(1)
         own = ((b @ (a @ a.T)) * b).sum(1)
-        change = site.sum_over_inputs(2 * mixed + own)
-        return {"weight_norm": (site.row_norms_squared + change).clamp_(min=0).sqrt()}
+        mixed, own = site.sum_over_inputs(torch.stack((2 * mixed, own)))  # one collective for both
+        return {"weight_norm": (site.row_norms_squared + mixed + own).clamp_(min=0).sqrt()}
 
     def merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if TOKENS not in parameters:

@@ -58,7 +58,7 @@ class PromptTuningConfig(VirtualTokensConfig):
         if self.prompt_tuning_init == "RANDOM":
             return torch.zeros(shape).normal_(generator=generator)
         embedding = embedding_site(site.backbone)
-        table = embedding.weight.dense()
-        entries = torch.randint(0, table.shape[0], shape[:1], generator=generator)
-        rows = table[entries.to(table.device)].float().cpu()
+        num_entries = embedding.place.weights["weight"][0]
+        entries = torch.randint(0, num_entries, shape[:1], generator=generator)
+        rows = embedding.weight_rows(entries).cpu()
         return rows if site.place.node == embedding.place.node else rows * site.place.node.attribute["factor"]
