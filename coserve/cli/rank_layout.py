@@ -43,16 +43,16 @@ def rank_layout(
     graph = attached.by_training[True][layer].graph
     prefix = layout.architecture.prefix(layer)
     states: Mapping[str, AnyState] = attached.divided[layer].states if attached.divided else {}
-    forward = {"rank_sum", "rank_gather", "rank_rms_norm"}
-    backward = {"rank_copy", "rank_rms_norm"}
-    sent = [(node, graph.spec[node.outputs[0][1]].num_bytes(dtype)) for node in graph.nodes]
+    rows = {node: node.operator.moved_bytes_per_row(graph.slot_specs(node), dtype) for node in graph.nodes}
+    forward = [node for node in graph.nodes if node.operator.moves]
+    backward = [node for node in graph.nodes if node.operator.moves_gradient]
     return {
         "size": size,
         "weight_bytes": _weight_bytes(local, dtype),
         "whole_weight_bytes": _weight_bytes(whole, dtype),
         "kv_bytes_per_token": len(local.kv_layers) * sum(local.kv_widths) * dtype.itemsize,
-        "forward": [{"node": node.name, "bytes_per_row": num} for node, num in sent if node.op in forward],
-        "backward": [{"node": node.name, "bytes_per_row": num} for node, num in sent if node.op in backward],
+        "forward": [{"node": node.name, "bytes_per_row": rows[node]} for node in forward],
+        "backward": [{"node": node.name, "bytes_per_row": rows[node]} for node in backward],
         "nodes": [
             {
                 "node": node.name,

@@ -1,7 +1,6 @@
 """The architecture, as tests: imports point downward only, and importing the package costs nothing."""
 
 import ast
-import re
 import subprocess
 import sys
 from functools import cache
@@ -146,17 +145,38 @@ def test_triton_is_imported_in_kernels_alone(tmp_path):
     assert _users_of("triton", ROOT) == []
 
 
-_EXECUTED = re.compile(r"\barchitecture\.(graphs|parts(?!\.index)|kv_layers|kv_widths|state_sizes|place_runs)\b")
+_EXECUTED = {"graphs", "parts", "kv_layers", "kv_widths", "state_sizes", "place_runs"}
+_EXECUTING = ["memory", "tuning", "devices", "models/batch.py", "models/sequence.py", "models/traced.py"]
 
 
-@pytest.mark.parametrize("room", ["memory", "tuning", "devices"])
-def test_what_executes_reads_the_local_model(room):
-    """`Architecture` is the whole model; what runs on this rank is `Backbone.local`. The number of a part is the whole
-    model's.
-    """
-    found = [
-        f"{path.relative_to(ROOT)}: {match[0]}"
-        for path in sorted((ROOT / room).rglob("*.py"))
-        for match in _EXECUTED.finditer(path.read_text())
+def _whole_model_uses(source: str) -> list[str]:
+    """Return where code reads of an architecture what differs between ranks; the number of a part does not."""
+    tree = ast.parse(source)
+    names = {"architecture"}
+    numbers = set[ast.AST]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute) and node.value.attr == "architecture":
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.Attribute) and node.attr == "index":
+            numbers.add(node.value)
+    return [
+        f"{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in _EXECUTED and node not in numbers
+        if (isinstance(node.value, ast.Attribute) and node.value.attr == "architecture")
+        or (isinstance(node.value, ast.Name) and node.value.id in names)
     ]
-    assert not found, "use backbone.local"
+
+
+@pytest.mark.parametrize("place", _EXECUTING)
+def test_what_executes_reads_the_local_model(place):
+    """`Architecture` is the whole model; what runs on this rank is `Backbone.local`."""
+    files = sorted((ROOT / place).rglob("*.py")) if (ROOT / place).is_dir() else [ROOT / place]
+    found = [f"{path.relative_to(ROOT)}:{use}" for path in files for use in _whole_model_uses(path.read_text())]
+    assert files and not found, "use backbone.local"
+
+
+def test_uses_of_the_whole_model_are_found_under_any_name():
+    assert _whole_model_uses("whole = backbone.architecture\nfor part in whole.parts: pass")
+    assert _whole_model_uses("self.backbone.architecture.graphs[0]") == ["1: self.backbone.architecture.graphs"]
+    assert not _whole_model_uses("architecture.parts.index(part); backbone.local.graphs  # not architecture.graphs")

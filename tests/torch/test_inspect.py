@@ -252,6 +252,13 @@ def test_a_look_at_how_ranks_would_divide_a_model(inspect):
     assert "self_attn.q_proj.lora_A.weight" in report["summed"]
 
 
+def test_a_norm_over_all_ranks_sends_one_number_per_row(inspect):
+    report = inspect(str(model_directory("olmo2")), "--tensor-parallel", "2")["ranks"]
+    for way in ("forward", "backward"):
+        sent = {each["node"]: each["bytes_per_row"] for each in report[way]}
+        assert sent["self_attn.q_norm"] == sent["self_attn.k_norm"] == 4
+
+
 def test_one_rank_has_all_of_a_model(inspect):
     report = inspect("dummy:qwen2.5-0.5b", "--tensor-parallel", "1")["ranks"]
     assert report["weight_bytes"] == report["whole_weight_bytes"]

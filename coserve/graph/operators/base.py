@@ -143,6 +143,13 @@ class Operator(ABC):
     linear_in: ClassVar[tuple[frozenset[str], ...]] = ()
     # Inputs that are added to the result: with parts of sums, one rank alone may add them.
     added: ClassVar[frozenset[str]] = frozenset()
+    # Whether it can use its input in any cut, so that other readers of that choose one.
+    takes_any_cut: ClassVar[bool] = False
+    # Whether it reads some columns of its input and leaves the others to other readers.
+    reads_some_columns: ClassVar[bool] = False
+    # Whether forward, and whether the VJP, moves something between ranks.
+    moves: ClassVar[bool] = False
+    moves_gradient: ClassVar[bool] = False
 
     @abstractmethod
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
@@ -267,6 +274,15 @@ class Operator(ABC):
     def bytes_moved(self, specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load) -> int:
         """Memory traffic of one forward execution; by default every tensor is read or written once."""
         return _traffic(specs.values(), load)
+
+    def moved_bytes_per_row(self, specs: Mapping[str, TensorSpec], dtype: torch.dtype) -> int:
+        """Return the bytes of a row that move between ranks in a direction in which something does.
+
+        Args:
+            specs: the rank's tensors, by slot.
+            dtype: the compute dtype.
+        """
+        return 0
 
     def reads(self, wanted: Collection[str], given: Collection[str] | Mapping[str, Any]) -> tuple[str, ...]:
         """The slots that the VJP reads for these gradients, of those that the node has.

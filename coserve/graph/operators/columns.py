@@ -25,6 +25,7 @@ class Columns(Operator):
     inputs = ("x",)
     needs = {"x": ()}
     sums = frozenset({"x"})
+    reads_some_columns = True
     linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:

@@ -19,6 +19,8 @@ from coserve.kernels.weights import as_weight
 class _Product(Operator):
     """What all products with a weight [out, in] have in common."""
 
+    takes_any_cut: ClassVar[bool] = True
+
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["weight"][0],), None)}
 

@@ -27,8 +27,9 @@ class _Collective(RowWise):
     inputs = ("x",)
     needs: ClassVar = {"x": ()}
     flops_per_element = 0
-    moves: ClassVar[bool] = False
-    moves_gradient: ClassVar[bool] = False
+
+    def moved_bytes_per_row(self, specs: Mapping[str, TensorSpec], dtype: torch.dtype) -> int:
+        return specs["y"].num_bytes(dtype)
 
     def cost(self, specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load) -> Cost:
         return self._cost(specs, load, moves=self.moves)
@@ -146,6 +147,10 @@ class RankRmsNorm(RowWise):
     inputs = ("x", "weight")
     needs: ClassVar = {"x": ("x", "weight"), "weight": ("x",)}
     flops_per_element = 4
+    moves = moves_gradient = True
+
+    def moved_bytes_per_row(self, specs: Mapping[str, TensorSpec], dtype: torch.dtype) -> int:
+        return torch.float32.itemsize
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         x = values["x"].float()
@@ -180,6 +185,10 @@ class RankLinearCrossEntropy(LinearCrossEntropy):
     """
 
     name = "rank_linear_cross_entropy"
+    moves = True
+
+    def moved_bytes_per_row(self, specs: Mapping[str, TensorSpec], dtype: torch.dtype) -> int:
+        return 3 * torch.float32.itemsize
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         logits = _LINEAR.forward(values, attributes, context)["y"]

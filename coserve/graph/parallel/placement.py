@@ -59,7 +59,7 @@ class LocalGraph:
     @cached_property
     def collectives(self) -> tuple[Node, ...]:
         """Return the nodes that move data between ranks, forward or backward."""
-        return tuple(node for node in self.graph.nodes if node.op.startswith("rank_"))
+        return tuple(node for node in self.graph.nodes if node.operator.moves or node.operator.moves_gradient)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,10 @@
 """The search for the best placement of a graph: where collectives stand, and which weights are cut how.
 
-Operators say in which layouts they can run (`Operator.layouts`); every operator can run on whole tensors. The search is
-exact: it goes through the nodes in order and keeps, for each combination of states of the tensors that are still read,
-the cheapest way to get there (dynamic programming). Source: FlexLLM (arXiv 2402.18789), section 5.1.
+Operators say in which layouts they can run (`Operator.layouts`); every operator can run on whole tensors. The search
+goes through the nodes in order and keeps, for each combination of states of the tensors that are still read, the
+cheapest way to get there (dynamic programming). It is exact for the cuts that readers ask for (`_demanded`) and for a
+graph of one output; of several outputs, each ends in the first state that is wanted for it. Source: FlexLLM (arXiv
+2402.18789), section 5.1.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -12,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from coserve.graph.ir import Graph, Node
 from coserve.graph.layouts import COPIED, PART, WHOLE, AnyState, Given, Layout
+from coserve.graph.operators.base import Operator
 from coserve.graph.parallel.placement import Conversion, Decision, Placement, local_spec
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.cuts import Cut, even_cut, united
@@ -20,8 +23,10 @@ from coserve.kernels.cuts import Cut, even_cut, united
 class Score(NamedTuple):
     """What is compared of two placements; less is better, the first difference decides."""
 
-    first: int = 0
-    second: int = 0
+    primary: int = 0
+    """Elements that the search saves before all else: of matrices that a rank holds, or of a row that it sends."""
+    secondary: int = 0
+    """Elements that it saves next: what a rank sends, or what it holds."""
     num_collectives: int = 0
     num_copied: int = 0
     """Nodes that run on whole tensors whose gradients are parts of a sum."""
@@ -39,12 +44,12 @@ def memory_first(weights: int, vectors: int, link: int) -> Score:
 
     Vectors do not count, since cutting them saves next to nothing.
     """
-    return Score(first=weights, second=link)
+    return Score(primary=weights, secondary=link)
 
 
 def link_first(weights: int, vectors: int, link: int) -> Score:
     """Score a bypass: ranks send as few elements of a row as they can, then hold as few of parameters."""
-    return Score(first=link, second=weights + vectors)
+    return Score(primary=link, secondary=weights + vectors)
 
 
 @lru_cache(maxsize=256)
@@ -243,11 +248,11 @@ class Search:
 
 def _demanded(graph: Graph, size: int, wanted: Mapping[str, Cut]) -> dict[str, Cut]:
     """Return the cut in which the readers of a row tensor can use it, or could gather it."""
-    asked: dict[str, list[tuple[str, Cut]]] = {}
+    asked: dict[str, list[tuple[Operator | None, Cut]]] = {}
     for name in graph.outputs:
         cut = wanted.get(name) or even_cut(graph.spec[name].shape[-1], size, padded=True)
         assert cut is not None
-        asked[name] = [("output", cut)]
+        asked[name] = [(None, cut)]
     found = dict[str, Cut]()
     for node in reversed(graph.nodes):
         for name in node.output.values():
@@ -263,18 +268,20 @@ def _demanded(graph: Graph, size: int, wanted: Mapping[str, Cut]) -> dict[str, C
             cuts={slot: found[name] for slot, name in node.outputs if name in found},
         )
         for slot, cut in node.operator.demands(given).items():
-            asked.setdefault(node.input[slot], []).append((node.op, cut))
+            asked.setdefault(node.input[slot], []).append((node.operator, cut))
     return found
 
 
-def _common(asked: list[tuple[str, Cut]]) -> Cut | None:
+def _common(asked: list[tuple[Operator | None, Cut]]) -> Cut | None:
     """Return the one cut that goes with those that readers ask for; None if there is none.
 
-    Readers of some columns each leave the others to the others. A product takes any cut, and names the plainest.
+    Args:
+        asked: the readers, None for the graph's output, and what each asks for. One that takes any cut asks for the
+            plainest, and what others ask for decides.
     """
-    special = [each for each in asked if each[0] not in ("linear", "low_rank", "dropout_low_rank", "output")] or asked
-    cuts = [cut for _, cut in special]
-    if all(op in ("columns", "regroup") for op, _ in special) and special:
+    decisive = [(rule, cut) for rule, cut in asked if rule is not None and not rule.takes_any_cut] or asked
+    cuts = [cut for _, cut in decisive]
+    if all(rule is not None and rule.reads_some_columns for rule, _ in decisive):
         return united(cuts)
     return cuts[0] if cuts and all(cut == cuts[0] for cut in cuts) else None
 
