@@ -24,8 +24,9 @@ class AdapterGraphs:
     """By whether it is what training differentiates (True) or what requests run: the graph of each part."""
     states: Mapping[str, AnyState] = field(default_factory=dict)
     """What of its parameters and derived tensors this rank holds, by full name; those that are absent are whole."""
-    summed: frozenset[str] = frozenset()
-    """Full names of the parameters of whose gradient each rank has a part, which ranks add up once a step."""
+    summed: tuple[str, ...] = ()
+    """Full names, in alphabetical order, of the parameters of whose gradient each rank has a part, which ranks add up
+    once a step."""
     divided: Mapping[Part, AttachedLocalGraph] = field(default_factory=dict)
     """Where ranks divide the model: the graph of each part as training differentiates it, with states."""
 
@@ -89,7 +90,7 @@ class AdapterGraphs:
             for part, attached in found[True].items()
             for name, state in _own_states(attached)
         }
-        summed = frozenset(prefix(part) + name for part, each in found[True].items() for name in each.summed)
+        summed = sorted(prefix(part) + name for part, each in found[True].items() for name in each.summed)
         for name, owner in layout.shared.items():
             if states.get(name, WHOLE) != states.get(owner, WHOLE) or (name in summed) != (owner in summed):
                 raise AdapterError(f"{name} is {owner}, and ranks would divide the two in different ways")
@@ -98,7 +99,7 @@ class AdapterGraphs:
                 training: {part: each.attached for part, each in parts.items()} for training, parts in found.items()
             },
             states=states,
-            summed=summed,
+            summed=tuple(summed),
             divided=found[True],
         )
 

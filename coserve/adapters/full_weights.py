@@ -75,7 +75,7 @@ class FullWeights(Adapter):
         return AdapterGraphs(
             by_training={True: attached, False: attached},
             states={name: local.state(part, tensor) for name, (part, tensor) in names},
-            summed=frozenset(name for name, (part, tensor) in names if tensor in local.divided[part].summed),
+            summed=tuple(sorted(name for name, (part, tensor) in names if tensor in local.divided[part].summed)),
         )
 
     def sync_compute_copy(self) -> None:

@@ -80,13 +80,13 @@ def profile_path(backbone: Backbone, directory: Path | None = None) -> Path:
 
 
 def stored_profile(config: "PretrainedConfig", directory: Path | None = None) -> tuple[str, Profile] | None:
-    """The newest profile of a model of this shape that is kept, and what it was measured with; None if there is none.
-    The model itself is not needed.
+    """The newest profile of a whole model of this shape that is kept, and what it was measured with; None if there is
+    none. The model itself is not needed.
     """
     directory, shape = directory or _directory(), _of_shape(config)
     for path in sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
         of = read_identity(path) or {}
-        if shape.items() <= of.items() and (profile := read_profile(path)) is not None:
+        if shape.items() <= of.items() and "ranks" not in of and (profile := read_profile(path)) is not None:
             return f"{of['device']}, {str(of['dtype']).removeprefix('torch.')}", profile
     return None
 
@@ -115,6 +115,8 @@ def _identity(backbone: Backbone) -> dict[str, Any]:
         "kernels": backbone.backend.identity,
         "weights": backbone.weight_format,
         "block_rows": backbone.block_rows,
+        # Of one rank they are named as they were before there were more.
+        **({"ranks": backbone.ranks.size} if backbone.ranks.size > 1 else {}),
     }
 
 

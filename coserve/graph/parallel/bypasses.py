@@ -35,7 +35,7 @@ class AttachedLocalGraph:
     attached: AttachedGraph
     states: Mapping[str, AnyState]
     """State of every tensor, by its name in the graph; constants are whole."""
-    summed: frozenset[str]
+    summed: tuple[str, ...]
     """Parameters of whose gradient each rank has a part; see `LocalGraph.summed`."""
 
 
@@ -127,4 +127,4 @@ def attach_local(
                 summed.add(f"{site}.{spec.name}")
         own[site] = replace(bypass, graph=graph, own=specs)
     attached = attach(local.graph, own, at=at)
-    return AttachedLocalGraph(attached=attached, states=states, summed=frozenset(summed))
+    return AttachedLocalGraph(attached=attached, states=states, summed=tuple(sorted(summed)))

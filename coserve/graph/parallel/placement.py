@@ -51,10 +51,10 @@ class LocalGraph:
     graph: Graph
     states: Mapping[str, AnyState]
     """State of every tensor, by its name in the graph; constants are whole."""
-    summed: frozenset[str]
-    """Weights and parameters of whose gradient each rank has a part, once for each optimizer step to be added up: entry
-    by entry, over the ranks that hold the entry. Of a fused projection these may be several ranks for some entries and
-    one for others."""
+    summed: tuple[str, ...]
+    """Weights and parameters of whose gradient each rank has a part, in alphabetical order, so that collectives over
+    them meet. The parts are added up once for each optimizer step, entry by entry, over the ranks that hold the entry:
+    of a fused projection these may be several ranks for some entries and one for others."""
 
     @cached_property
     def collectives(self) -> tuple[Node, ...]:
@@ -142,7 +142,7 @@ class Placement:
             convert(conversion)
         outputs_ = tuple(self._names[output] for output in self.outputs)
         graph = Graph(tensors=tuple(tensors.values()), nodes=tuple(nodes), outputs=outputs_)
-        return LocalGraph(graph=graph, states=states, summed=frozenset(summed))
+        return LocalGraph(graph=graph, states=states, summed=tuple(sorted(summed)))
 
 
 def local_spec(spec: TensorSpec, state: AnyState) -> TensorSpec:
