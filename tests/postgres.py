@@ -5,6 +5,7 @@ after them, also if they are killed.
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -20,6 +21,13 @@ _PASSWORD = "not for others"
 _USER = "coserve"
 # Waits until the process of the tests has ended, however that was: then its end of the pipe is closed.
 _REMOVE_AFTERWARDS = 'cat; "$1" stop --pgdata "$2/data" --mode immediate --silent; rm -rf "$2"'
+# Runs a command as another user. `Popen` with a user copies the process before it starts another one, which fails where
+# earlier tests have left the process more address space than the machine has memory.
+_RUN_AS = """
+import os, sys
+os.setgroups([]), os.setgid(int(sys.argv[2])), os.setuid(int(sys.argv[1]))
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def find_programs() -> Path | None:
@@ -29,16 +37,16 @@ def find_programs() -> Path | None:
     return found[-1].parent if found else Path(on_path).resolve().parent if on_path else None
 
 
-def _other_user() -> dict[str, Any]:
-    """PostgreSQL refuses to run as root."""
+def _other_user() -> tuple[int, int] | None:
+    """Return the ids of a user and group to run as, since PostgreSQL refuses to run as root; None: the user's own."""
     if os.geteuid() != 0:
-        return {}
+        return None
     for name in ("postgres", "nobody"):
         try:
             entry = getpwnam(name)
         except KeyError:
             continue
-        return {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": []}
+        return entry.pw_uid, entry.pw_gid
     pytest.skip("PostgreSQL refuses to run as root, and there is no other user")
 
 
@@ -46,21 +54,22 @@ class Postgres:
     """A server that listens at a socket in its own directory, and asks for a password."""
 
     def __init__(self, programs: Path) -> None:
-        self._programs, self._as = programs, _other_user()
+        other = _other_user()
+        self._programs = programs
+        self._as = [] if other is None else [sys.executable, "-c", _RUN_AS, *map(str, other)]
         self.directory = Path(mkdtemp(prefix="coserve-postgres-"))
         password = self.directory / "password"
         password.write_text(_PASSWORD)
-        if self._as:
+        if other is not None:
             for path in (self.directory, password):
-                os.chown(path, self._as["user"], self._as["group"])
+                os.chown(path, *other)
         self._remover = subprocess.Popen(
-            ["sh", "-c", _REMOVE_AFTERWARDS, "sh", str(programs / "pg_ctl"), str(self.directory)],
+            [*self._as, "/bin/sh", "-c", _REMOVE_AFTERWARDS, "sh", str(programs / "pg_ctl"), str(self.directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
             start_new_session=True,  # what ends the tests, Ctrl-C say, is not to end this
-            **self._as,
         )
         self._run("initdb", "--username", _USER, "--pwfile", str(password), "--auth", "scram-sha-256", "--no-sync")
         self._numbers = count()
@@ -107,10 +116,10 @@ class Postgres:
             return cursor.fetchall() if cursor.description else []
 
     def _run(self, program: str, *arguments: str) -> None:
-        command = [str(self._programs / program), "--pgdata", str(self.directory / "data"), *arguments]
+        command = [*self._as, str(self._programs / program), "--pgdata", str(self.directory / "data"), *arguments]
         # To a file: the server that pg_ctl starts would keep a pipe open.
         with (self.directory / "out").open("w+") as out:
-            done = subprocess.run(command, stdout=out, stderr=out, cwd=self.directory, **self._as)
+            done = subprocess.run(command, stdout=out, stderr=out, cwd=self.directory)
             assert done.returncode == 0, (command, (self.directory / "out").read_text())
 
 
