@@ -179,10 +179,10 @@ class CommandLog:
             self._lose_device()
             raise
         except Exception as error:
+            message = f"{type(entry.command).__name__} has failed: {error}"
             self._note_failure(entry)
             if entry.is_awaited:
                 raise
-            message = f"{type(entry.command).__name__} has failed: {error}"
             if not (entry.is_replayed and isinstance(error, CoserveError | OSError)):
                 raise LostCommandError(message) from error
             _log.warning("a command that was interrupted and done again has failed: %s", message)

@@ -52,9 +52,10 @@ class JobExchange:
                 self._milestones.publish(job, transient=True, step=found.version)
         if not job.is_terminal:
             self._combine(job, len(found.directories) - exchange.num_combined)
-        exchange.end(found)
         if not exchange.shard.gives_gradients and exchange.meets:
+            # Before the end: without memory for it all this comes again.
             exchange.common = self._copies.now(job) if exchange.shard.index == 0 else None
+        exchange.end(found)
 
     def contribute(self, job: Job) -> None:
         """Tell that a contribution is due."""

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from coserve.engine.command_log import LostCommandError
 from coserve.engine.engine import Engine
 from coserve.errors import DeviceGoneError
 
@@ -42,7 +43,7 @@ class ProfileRefinement:
         elif not self.wait_s:
             try:
                 done, total = self._calibration.run_piece()
-            except DeviceGoneError:
+            except (DeviceGoneError, LostCommandError):
                 raise
             except Exception:  # such as no memory for it beside jobs
                 _log.warning("measuring the device failed: its provisional profile stays", exc_info=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from engines import (
@@ -245,8 +245,9 @@ def shared_job(
     after: bool = False,
     error: BaseException | None = None,
     num_asked: int = 1,
+    synchronization: Literal["synchronous", "local-sgd"] = "synchronous",
 ) -> dict[str, Any]:
-    """Train one node's part of a job, which gets its own gradients twice; a command may be hit by an error once."""
+    """Train one node's part of a job, which gets its own contribution twice; a command may be hit by an error once."""
     engine = make_engine()
     inner, left = watched(engine).inner, iter([True] if kind else [])
     execute = inner.execute
@@ -268,8 +269,8 @@ def shared_job(
         job="x",
         index=0,
         count=2,
-        synchronization="synchronous",
-        every_steps=1,
+        synchronization=synchronization,
+        every_steps=1 if synchronization == "synchronous" else 1000,  # then only after the last step
         meet_every_steps=0,
         directory=str(directory),
     )
@@ -287,6 +288,9 @@ def shared_job(
             engine.device.execute(ReadContributions(job, (str(written),) * 2))
             until_done(engine.combine, job, Combination(directories=(str(written),) * 2, num_trained=20))
     assert engine.jobs[job].state == "succeeded" and next(left, None) is None
+    if synchronization == "local-sgd":
+        assert exchange.common is not None
+        assert exchange.common.position.num_steps_done == engine.jobs[job].num_steps_done
     return parameters(engine, "mine", directory / "saved")
 
 
@@ -302,6 +306,12 @@ def test_gradients_of_a_shared_job_are_given_and_taken_once_where_a_caller_is_in
 def test_no_gradients_of_a_shared_job_are_lost_where_there_is_no_memory_for_a_moment(kind, tmp_path):
     plain = shared_job(tmp_path / "plain")
     ours = shared_job(tmp_path / "failed", kind, error=DeviceMemoryError("full"))
+    assert max(float((ours[name] - plain[name]).abs().max()) for name in plain) < 1e-6
+
+
+def test_a_node_has_what_all_hold_where_there_was_no_memory_for_a_copy_of_it_for_a_moment(tmp_path):
+    plain = shared_job(tmp_path / "plain", synchronization="local-sgd")
+    ours = shared_job(tmp_path / "failed", TakeCheckpoint, error=DeviceMemoryError("full"), synchronization="local-sgd")
     assert max(float((ours[name] - plain[name]).abs().max()) for name in plain) < 1e-6
 
 
