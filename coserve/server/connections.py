@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import h11
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coserve.server.errors import ApiError
@@ -110,6 +110,37 @@ def _probes_of(app: ASGIApp) -> ASGIApp:
     return answer
 
 
+class _GentleTransport:
+    """A connection's transport, whose `close` lets the last answer arrive although the client still sends a body."""
+
+    def __init__(self, inner: asyncio.Transport, protocol: "HttpProtocol") -> None:
+        self.inner, self._protocol = inner, protocol
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def is_closing(self) -> bool:
+        """Return whether nothing more is read as a request, or written."""
+        return self._protocol.is_ending or self.inner.is_closing()
+
+    def close(self) -> None:
+        """End the connection once what was written has arrived."""
+        if self._protocol.is_unwanted:
+            self._protocol.end_gently()
+        else:
+            self.inner.close()
+
+
+def _is_long(scope: Scope) -> bool:
+    """Return whether a request's body may have more bytes than are read of one that nobody wants."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return int(value) > _MAX_UNWANTED_BYTES
+        if name == b"transfer-encoding":
+            return True
+    return False
+
+
 class HttpProtocol(H11Protocol):
     """Uvicorn's, with limits. known: all connections of the server."""
 
@@ -117,9 +148,25 @@ class HttpProtocol(H11Protocol):
 
     def __init__(self, config: "Config", *arguments: Any, **more: Any) -> None:
         super().__init__(config, *arguments, **more)
+        self.app = self._telling_ends(self.app)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._is_ending = False
         self._num_unwanted_bytes = 0
+
+    def _telling_ends(self, app: ASGIApp) -> ASGIApp:
+        """Return the application, with answers that say so if the connection ends because much of a body is still to
+        come: the client would send its next request there otherwise.
+        """
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            async def tell(message: Message) -> None:
+                if message["type"] == "http.response.start" and self.conn.their_state is h11.SEND_BODY:
+                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+                await send(message)
+
+            await app(scope, receive, tell if scope["type"] == "http" and _is_long(scope) else send)
+
+        return answer
 
     # -- what others ask ----------------------------------------------------------------
 
@@ -138,7 +185,12 @@ class HttpProtocol(H11Protocol):
         self.known.idle.pop(self, None)
 
     @property
-    def _is_unwanted(self) -> bool:
+    def is_ending(self) -> bool:
+        """Return whether all that still comes is thrown away."""
+        return self._is_ending
+
+    @property
+    def is_unwanted(self) -> bool:
         """Return whether what comes belongs to a request that has been answered, or to none that will be."""
         return self._is_ending or (
             self.cycle is not None and self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY
@@ -151,7 +203,7 @@ class HttpProtocol(H11Protocol):
     # -- what the transport says ----------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(_GentleTransport(transport, self))  # type: ignore[arg-type]
         self.known.all.add(self)
         self._note()
         self._after("headers", self.known.timeout_headers_s, self._headers_are_late)
@@ -169,7 +221,7 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_unwanted:
+        if self.is_unwanted:
             self._num_unwanted_bytes += len(data)
             if self._num_unwanted_bytes > _MAX_UNWANTED_BYTES:
                 self._stop_reading()
@@ -246,13 +298,22 @@ class HttpProtocol(H11Protocol):
         """End the connection of a client that has been answered and sends on. Its answer arrives before the end does;
         what it sends stays with the system, which soon takes no more of it.
         """
-        if not self.transport.is_closing():
-            self.transport.pause_reading()
-            if self.transport.can_write_eof() and not self._is_ending:
-                self.transport.write_eof()
+        if not self._inner.is_closing():
+            self._inner.pause_reading()
+        self.end_gently()
+
+    def end_gently(self) -> None:
+        """Throw away what still comes, for a moment in which the client can read its answer."""
+        if not self._inner.is_closing() and self._inner.can_write_eof() and not self._is_ending:
+            self._inner.write_eof()
         self._unset_keepalive_if_required()
         self._is_ending = True
         self._after("linger", _UNWANTED_LINGER_S, self.drop)
+
+    @property
+    def _inner(self) -> asyncio.Transport:
+        assert isinstance(self.transport, _GentleTransport)
+        return self.transport.inner
 
     def _close(self) -> None:
         """What was said arrives only if what the client still sends is read, and not refused by the system."""

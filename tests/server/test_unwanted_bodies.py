@@ -79,6 +79,18 @@ def test_clients_read_the_answer(own: Served, size: int):
             assert refused.status_code == 401 and refused.json()["error"]["message"]
 
 
+def test_a_client_is_told_that_its_connection_ends_where_much_of_a_body_is_not_read(own: Served):
+    """Else it would send its next request there, which nobody reads."""
+    host, port = own.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection, connection.makefile("rb") as answers:
+        head = f"POST /v1/nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: {3 * MEBI}\r\n\r\n"
+        connection.sendall(head.encode())
+        lines = list(iter(answers.readline, b"\r\n"))
+        assert lines[0].startswith(b"HTTP/1.1 401") and b"connection: close\r\n" in [line.lower() for line in lines]
+        connection.sendall(bytes(MEBI // 2))  # the connection lasts for a moment, in which the answer can be read
+        assert b"error" in answers.read()
+
+
 def test_a_connection_is_used_again_after_a_small_body_that_nobody_read(own: Served):
     host, port = own.url.removeprefix("http://").split(":")
     head = b"POST /v1/nowhere HTTP/1.1\r\nHost: localhost\r\n"

@@ -1,5 +1,6 @@
 """How much Python a step on a device takes, counted in opcodes: of its layers, and of its requests, never of both."""
 
+import gc
 import sys
 from collections.abc import Iterator
 from itertools import count
@@ -61,12 +62,15 @@ def num_opcodes(device: TorchDevice, num_requests: int) -> int:
     for index in range(5):
         batch, before = next(batches), sys.gettrace()
         if index == 4:
+            gc.collect()
+            gc.disable()  # what else is collected meanwhile, and has finalizers, would count
             sys.settrace(trace)
         try:
             device.submit(batch)
             device.collect()
         finally:
             sys.settrace(before)
+            gc.enable()
     return found
 
 
