@@ -53,10 +53,12 @@ class SharedMemoryPlan(MemoryPlan):
             if tenant in blocked or not request.may_start:
                 continue
             self.claimant = tenant
+            victims = self._slot_victims(request)
             # Those of its tenant that run will want a page each, soon.
-            if not self._make_room(request, request.num_pages + slots[tenant]):
+            num_pages = request.num_pages + slots[tenant]
+            if victims is None or not self._take_pages(num_pages, victims, takes_own_batch=True):
                 blocked.add(tenant)
-                if blocked >= tenants or self._stops_others(request):
+                if blocked >= tenants or (victims is not None and self._stops_others(request)):
                     return
                 continue
             self.free -= request.num_pages
@@ -68,31 +70,41 @@ class SharedMemoryPlan(MemoryPlan):
         """Return whether nobody is admitted before a request that lacks pages: it has waited for longer than its TTFT,
         and no tenant with requests waiting has been served less. Small requests would otherwise overtake it forever.
         """
-        if len(self.requests) + len(self.batch) >= self._view.max_requests:
-            return False
         if self._view.now_s - request.arrival_s <= request.ttft_s:
             return False
         own_s = self._used_s.get(request.tenant, 0.0)
         return all(own_s <= self._used_s.get(each.tenant, 0.0) for each in self._view.waiting)
 
-    def _make_room(self, request: RequestView, num_pages: int) -> bool:
-        """Return whether there is a slot and as many free pages, after batch work of the request's tenant, and richer
-        tenants, have made room.
-        """
-        while len(self.requests) + len(self.batch) >= self._view.max_requests:
-            if (victim := self._slot_victim(request)) is None:
-                return False
-            self._give_way(victim)
-        return num_pages <= self.free or self._take_pages(num_pages, takes_own_batch=True)
+    def _slot_victims(self, request: RequestView) -> list[RequestView] | None:
+        """Return what gives a slot to a request: nothing where one is free; None if it may not have any."""
+        requests, batch, victims = list(self.requests), list(self.batch), list[RequestView]()
+        while len(requests) + len(batch) >= self._view.max_requests:
+            if (victim := self._slot_victim(request, requests, batch)) is None:
+                return None
+            (requests if victim.batch_due_s is None else batch).remove(victim)
+            victims.append(victim)
+        return victims
 
-    def _take_pages(self, num_pages: int, *, takes_own_batch: bool = False) -> bool:
+    def _take_pages(
+        self, num_pages: int, slot_victims: Sequence[RequestView] = (), *, takes_own_batch: bool = False
+    ) -> bool:
         """Return whether as many pages are free, after richer tenants have made room for the claimant; nothing makes
-        room in vain. takes_own_batch: whether batch work of the claimant does so first.
+        room in vain.
+
+        Args:
+            slot_victims: What makes room in any case, if there are enough pages.
+            takes_own_batch: Whether batch work of the claimant makes room before other tenants do.
         """
-        held, free, victims = self._held(), self.free, list[RequestView | JobView]()
-        holdings = self._holdings()
-        own_batch = [each for each in self.batch if each.tenant == self.claimant] if takes_own_batch else []
-        holdings.pop(self.claimant, None)
+        victims: list[RequestView | JobView] = list(slot_victims)
+        if not victims and num_pages <= self.free:
+            return True
+        held, free = self._held(), self.free
+        for each in slot_victims:
+            free += self._num_given(each)
+            held[each.tenant] -= self._num_given(each)
+        holdings = self._holdings({each.id for each in slot_victims})
+        own = holdings.pop(self.claimant, [])
+        own_batch = [each for each in own if each in self.batch] if takes_own_batch else []
         while free < num_pages:
             if own_batch:
                 victim: RequestView | JobView = own_batch.pop()
@@ -123,22 +135,24 @@ class SharedMemoryPlan(MemoryPlan):
         own, whole = self._wealth(wanted, self.claimant), self._view.num_pages
         return self._wealth(held - number, tenant) >= own or self._wealth(held, tenant) > whole >= own
 
-    def _slot_victim(self, request: RequestView) -> RequestView | None:
+    def _slot_victim(
+        self, request: RequestView, requests: Sequence[RequestView], batch: Sequence[RequestView]
+    ) -> RequestView | None:
         """Return whose slot a request takes, if it may have one: the youngest batch work of its tenant, or of the
-        tenant with most slots, or the youngest request of that.
+        tenant with most slots, or the youngest request of that. requests, batch: what holds slots.
         """
-        if own_batch := [each for each in self.batch if each.tenant == request.tenant]:
+        if own_batch := [each for each in batch if each.tenant == request.tenant]:
             return own_batch[-1]
-        slots = Counter([each.tenant for each in (*self.requests, *self.batch)])
+        slots = Counter([each.tenant for each in (*requests, *batch)])
         tenant = max(slots, key=lambda name: self._wealth(slots[name], name))
         own = self._wealth(slots[request.tenant] + 1, request.tenant)
         if self._leads(request.tenant, tenant):
             return None
-        if batch := [each for each in self.batch if each.tenant == tenant]:
-            return batch[-1] if self._wealth(slots[tenant] - 1, tenant) >= own else None
+        if its_batch := [each for each in batch if each.tenant == tenant]:
+            return its_batch[-1] if self._wealth(slots[tenant] - 1, tenant) >= own else None
         if self._wealth(slots[tenant], tenant) <= SLOTS_RATIO * own:
             return None
-        return _youngest_of([each for each in self.requests if each.tenant == tenant])
+        return _youngest_of([each for each in requests if each.tenant == tenant])
 
     def _give_way(self, victim: RequestView | JobView) -> None:
         """Take the pages of a pack, of batch work or of a request."""
@@ -152,13 +166,14 @@ class SharedMemoryPlan(MemoryPlan):
         else:
             self._preempt(victim)
 
-    def _holdings(self) -> dict[str, list[RequestView | JobView]]:
-        """Return what holds pages, by tenant; what makes room first comes last."""
+    def _holdings(self, left_out: Collection[str] = ()) -> dict[str, list[RequestView | JobView]]:
+        """Return what holds pages, by tenant; what makes room first comes last. left_out: ids."""
         found: dict[str, list[RequestView | JobView]] = {}
         requests = sorted(self.requests, key=lambda running: (running.priority, running.arrival_s))
         items: list[RequestView | JobView] = [*requests, *reversed(super()._packs()), *self.batch]
         for each in items:
-            found.setdefault(each.tenant, []).append(each)
+            if each.id not in left_out:
+                found.setdefault(each.tenant, []).append(each)
         return found
 
     def _held(self) -> dict[str, int]:

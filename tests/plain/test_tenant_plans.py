@@ -139,3 +139,33 @@ def test_nothing_makes_room_for_a_request_that_finds_too_little():
         {"a": 0.0, "b": 0.0}, requests=running, waiting=(prompt("w", "b", 1200),), num_free_pages=10, num_pages=100
     )
     assert not made.preempt and not made.admit
+
+
+def test_no_slot_is_vacated_for_a_request_that_finds_too_few_pages():
+    running = (decoding("a0", "a", num_held=22), decoding("a1", "a", num_held=23))
+    lines = tuple(running_line(f"b{number}", "b") for number in range(6))
+    made = plan(
+        {"a": 0.0, "b": 0.0, "c": 0.0},
+        requests=running,
+        waiting=(prompt("w", "a", 30 * 16),),
+        batch=lines,
+        batch_waiting=(line("b6", "b"),),
+        jobs=(job("j", "c", num_pages=30),),
+        max_requests=8,
+        num_free_pages=13,
+        num_pages=100,
+    )
+    assert not made.preempt and not made.admit
+
+
+def test_no_request_is_preempted_for_its_slot_by_one_that_finds_too_few_pages():
+    running = tuple(decoding(f"b{number}", "b", num_held=4) for number in range(6))
+    made = plan(
+        {"a": 0.0, "b": 0.0},
+        requests=running,
+        waiting=(prompt("w", "a", 80 * 16),),
+        max_requests=6,
+        num_free_pages=20,
+        num_pages=100,
+    )
+    assert not made.preempt and not made.admit
