@@ -1,61 +1,10 @@
 """Plans of the default policy for several tenants: order within a tenant, batch work, pages, length of steps."""
 
 from collections import Counter
-from typing import Any
 
-from msgspec import structs
-from profiles import free_but_for
+from tenant_views import NOW_S, decoding, job, line, plan, prompt, running_line
 
-from coserve.scheduling.counts import JobCounts
-from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import JobView, Plan, RequestView, TenantView, View
-from coserve.scheduling.policies import make_policy
-from coserve.scheduling.profile import Curve
-
-NOW_S, TTFT_S, TPOT_S = 100.0, 2.0, 0.4
-COUNTS = JobCounts(
-    flops_per_row=1.0,
-    backward_flops_per_row=1.0,
-    backward_flops_per_pair=1.0,
-    num_parts=4,
-    num_bypasses=1,
-    num_parameters=1,
-)
-# A forward pass takes 50 ms, and 1 ms more for each row; a tasklet as much.
-ROWS = Curve(rows=(1, 4096), seconds=(0.051, 4.146))
-
-
-def latency() -> LatencyModel:
-    return LatencyModel(free_but_for(COUNTS, forward=ROWS, backward=ROWS))
-
-
-def decoding(id: str, tenant: str, **fields: Any) -> RequestView:
-    """A request that has just got its first token."""
-    view = RequestView(id, 1, 100, 1, NOW_S - 1, NOW_S, NOW_S, TTFT_S, TPOT_S, tenant=tenant)
-    return structs.replace(view, **fields)
-
-
-def prompt(id: str, tenant: str, rows: int, **fields: Any) -> RequestView:
-    """A request that has just come."""
-    view = RequestView(id, rows, 0, 0, NOW_S, None, NOW_S, TTFT_S, TPOT_S, tenant=tenant, num_pages=-(-rows // 16))
-    return structs.replace(view, **fields)
-
-
-def line(id: str, tenant: str, **fields: Any) -> RequestView:
-    """A line of a batch that waits."""
-    return prompt(id, tenant, 32, batch_due_s=NOW_S + 1000, **fields)
-
-
-def job(id: str, tenant: str, phase: str = "backward", num_pages: int = 0) -> JobView:
-    return JobView(id, phase, 256, 256, 4, 128.0, COUNTS, tenant=tenant, num_pages=num_pages)  # type: ignore[arg-type]
-
-
-def plan(used_s: dict[str, float], **fields: Any) -> Plan:
-    """Return the plan of the default policy; used_s: the counters of tenants that have work."""
-    tenants = tuple([TenantView(name, used_s=seconds) for name, seconds in used_s.items()])
-    many = {"num_free_pages": 10_000, "num_pages": 10_000}
-    view = View(now_s=NOW_S, tenants=tenants, ttft_s=TTFT_S, tpot_s=TPOT_S, **(many | fields))
-    return make_policy("slack").plan(view, latency())
+from coserve.scheduling.plan import Plan
 
 
 def prefilled(made: Plan) -> list[str]:
@@ -72,11 +21,6 @@ def test_a_lost_cause_is_admitted_after_a_request_of_its_tenant_that_can_be_in_t
     lost, timely = prompt("lost", "a", 1000, arrival_s=NOW_S - 3), prompt("timely", "a", 40)
     made = plan({"a": 0.0, "b": 0.0}, waiting=(lost, timely), jobs=(job("j", "b"),), num_free_pages=20)
     assert made.admit == ("timely",)
-
-
-def running_line(id: str, tenant: str, num_held: int = 2) -> RequestView:
-    """A line of a batch that decodes."""
-    return decoding(id, tenant, num_held=num_held, batch_due_s=NOW_S + 1000)
 
 
 def test_batch_work_is_admitted_by_tenant_in_turn():

@@ -24,7 +24,7 @@ from math import inf
 from typing import Protocol
 
 from coserve.scheduling.building import LEAST_WINDOW_ROWS, PlanBuilder
-from coserve.scheduling.deadlines import AIMED
+from coserve.scheduling.deadlines import AIMED, due_at_s
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.lost_causes import lost_last
 from coserve.scheduling.order import by_due, by_priority, by_share
@@ -40,6 +40,8 @@ QUANTUM_TPOTS, QUANTUM_DECODES, MAX_QUANTUM_TPOTS = 0.5, 4.0, 0.75
 # Rows that decode take no more of their tenant's part than this while it has prompts, and never less than as many
 # decode steps of one request: fewer rows would not take less time.
 DECODE_SHARE, MIN_DECODES = 0.7, 1.5
+# A counter that is below the largest by this share of the most that it can be is as small as it gets.
+NEARLY_ALL = 0.95
 # Whatever a tenant was served before, it gets this share of its part.
 MIN_PART = 0.1
 # Rows from whose time the time of prompts that wait is estimated.
@@ -74,6 +76,7 @@ class _Part:
         own_s: Seconds that it may take if its counter is like those of the others.
         owed_s: Seconds that earlier steps gave it too little; below 0: too much.
         taken_s: Seconds of the step that it has taken.
+        can_save: Whether a later step may owe it more, if it leaves some of this one to others.
     """
 
     tenant: TenantView
@@ -86,11 +89,17 @@ class _Part:
     own_s: float = 0.0
     owed_s: float = 0.0
     taken_s: float = 0.0
+    can_save: bool = False
 
     @property
     def left_s(self) -> float:
         """Return what is left of its limit."""
         return self.limit_s - self.taken_s
+
+    @property
+    def saved_s(self) -> float:
+        """Return what is left of its own seconds and of those that it is owed."""
+        return self.own_s + self.owed_s - self.taken_s
 
     def needed_s(self, row_s: float) -> float:
         """Return about what its work would take; inf with jobs, which take all that there is."""
@@ -129,8 +138,8 @@ def plan_shared(policy: _SharedPolicy, view: View, latency: LatencyModel, *, tun
     if not (memory.requests or memory.batch or view.waiting or view.batch_waiting):
         return _plan_jobs(policy, view, latency, memory, ordered)
     usual_s = _usual_quantum_s(view, latency)
-    quantum_s = _quantum_s(policy, view, latency, ordered, usual_s)
-    _set_limits(ordered, quantum_s, row_s)
+    quantum_s = _quantum_s(view, latency, ordered, usual_s)
+    _set_limits(ordered, quantum_s, row_s, max([tenant.used_s for tenant in view.tenants]))
     return _SharedStep(policy, view, latency, memory, quantum_s=quantum_s, usual_s=usual_s).build(ordered)
 
 
@@ -186,16 +195,15 @@ def _usual_quantum_s(view: View, latency: LatencyModel) -> float:
     return max(QUANTUM_TPOTS * view.tpot_s, min(QUANTUM_DECODES * alone_s, MAX_QUANTUM_TPOTS * view.tpot_s))
 
 
-def _quantum_s(
-    policy: _SharedPolicy, view: View, latency: LatencyModel, parts: Sequence[_Part], usual_s: float
-) -> float:
+def _quantum_s(view: View, latency: LatencyModel, parts: Sequence[_Part], usual_s: float) -> float:
     """Return the longest that this step may last: less than usual where requests with a tighter TPOT have not saved up
     as much time. That counts as far as their tenant's share goes: steps at their pace must leave the others theirs.
+    A gap between two tokens may be as long as beside requests without an SLO, whatever number of their TPOTs that is.
     """
     quantum_s, end_s = usual_s, view.now_s + usual_s * (1 + latency.corrections.margin)
     for part in parts:
         tight = [request for request in part.decoding if AIMED * request.tpot_s < quantum_s]
-        if not tight or min([policy.due_at_s(request) for request in tight]) >= end_s:
+        if not tight or min([due_at_s(request, max_gap_tpots=inf) for request in tight]) >= end_s:
             continue
         needed_s = latency.decode_s(num_requests=len(part.decoding), context=SOLO_CONTEXT)
         tpot_s = min([request.tpot_s for request in tight])
@@ -203,10 +211,10 @@ def _quantum_s(
     return quantum_s
 
 
-def _set_limits(parts: Sequence[_Part], quantum_s: float, row_s: float) -> None:
+def _set_limits(parts: Sequence[_Part], quantum_s: float, row_s: float, max_used_s: float) -> None:
     """Share a quantum out: who needs less than its part gets that part; the others share what is left, corrected by
     their counters. Who needs less but has been served more than these counts as one of them: what rows really take, and
-    how long steps really last, is not all known beforehand.
+    how long steps really last, is not all known beforehand. max_used_s: the largest counter.
     """
     left_s, share = quantum_s, 1.0
     backlogged: list[_Part] = []
@@ -231,6 +239,9 @@ def _set_limits(parts: Sequence[_Part], quantum_s: float, row_s: float) -> None:
         part.own_s = left_s * part.tenant.weight / weight
         part.owed_s = part.tenant.weight * (mean_s - part.tenant.used_s)
         part.limit_s = min(left_s, max(MIN_PART * part.own_s, part.own_s + part.owed_s))
+        # Alone it is owed nothing by anybody, and a counter that is as small as it can be stays as it is.
+        min_used_s = max_used_s - NEARLY_ALL * MAX_CREDIT_S
+        part.can_save = len(backlogged) > 1 and part.tenant.used_s > min_used_s
 
 
 def _mean_used_s(parts: Sequence[_Part]) -> float:
@@ -310,8 +321,7 @@ class _SharedStep:
                 self._charge(part)
             elif part.jobs and part.left_s > 0:
                 self._build.tune(part.jobs, self._build.step_s + part.left_s)
-                if self._build.served_jobs.isdisjoint([job.id for job in part.jobs]):
-                    self._tune_lump(part)
+                self._tune_lump(part, part.limit_s + part.owed_s)
                 self._charge(part)
         served = self._build.served_jobs
         if waiting := [job for job in jobs if job.id not in served]:
@@ -321,17 +331,21 @@ class _SharedStep:
     def _tune_whole(self, part: _Part) -> None:
         """Add work of a tenant's jobs to a step that the SLO of another makes short. Short steps have no room for
         pieces of a good size, and small ones take longer per row. So the tenant's part is saved up, in its counter,
-        until it is worth what a usual step would give, or all that is left of the job's phase.
+        until it is worth what a usual step would give, or all that is left of the job's phase, or as much as it can be.
         """
-        saved_s = part.own_s + part.owed_s - part.taken_s
         usual_s = part.own_s * self._usual_s / self._quantum_s - part.taken_s
-        if saved_s >= min(usual_s, self._build.piece_s(part.jobs[0], part.jobs[0].num_rows_left)):
-            self._build.tune(part.jobs, min(self._build.step_s + saved_s, self._usual_s))
+        whole_s = self._build.piece_s(part.jobs[0], part.jobs[0].num_rows_left)
+        if part.can_save and part.saved_s < min(usual_s, whole_s):
+            return
+        self._build.tune(part.jobs, min(self._build.step_s + part.saved_s, self._usual_s))
+        self._tune_lump(part, part.saved_s)
 
-    def _tune_lump(self, part: _Part) -> None:
-        """Add the smallest piece of a tenant's first job where that takes more than its part, but not more than what
-        the tenant is owed.
+    def _tune_lump(self, part: _Part, max_s: float) -> None:
+        """Add the smallest piece of a tenant's first job if none of its jobs has any: where that takes more than the
+        tenant's part, but not more than what it is owed (max_s).
         """
+        if not self._build.served_jobs.isdisjoint([job.id for job in part.jobs]):
+            return
         least_s = self._build.piece_s(part.jobs[0], LEAST_WINDOW_ROWS)
-        if least_s <= part.limit_s + part.owed_s:
+        if least_s <= max_s:
             self._build.tune(part.jobs[:1], self._build.step_s + least_s)
