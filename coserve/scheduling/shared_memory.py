@@ -72,8 +72,12 @@ class SharedMemoryPlan(MemoryPlan):
         """
         if self._view.now_s - request.arrival_s <= request.ttft_s:
             return False
-        own_s = self._used_s.get(request.tenant, 0.0)
-        return all(own_s <= self._used_s.get(each.tenant, 0.0) for each in self._view.waiting)
+        return self._is_served_least(request.tenant, {each.tenant for each in self._view.waiting})
+
+    def _is_served_least(self, tenant: str, others: Iterable[str]) -> bool:
+        """Return whether none of the others has been served less than a tenant."""
+        own_s = self._used_s.get(tenant, 0.0)
+        return all(own_s <= self._used_s.get(other, 0.0) for other in others)
 
     def _slot_victims(self, request: RequestView) -> list[RequestView] | None:
         """Return what gives a slot to a request: nothing where one is free; None if it may not have any."""
@@ -206,10 +210,14 @@ class SharedMemoryPlan(MemoryPlan):
             if request.tenant in blocked or not request.may_start:
                 continue
             self.claimant = request.tenant
-            if self._keeps_poorer_waiting(request) or not self._make_room_for_batch(request):
+            if self._keeps_poorer_waiting(request):
                 blocked.add(request.tenant)
-            else:
+            elif self._make_room_for_batch(request):
                 self._add_batch(request)
+            elif self._is_served_least(request.tenant, tenants - blocked):
+                return  # smaller lines of others would overtake it forever
+            else:
+                blocked.add(request.tenant)
 
     def _make_room_for_batch(self, request: RequestView) -> bool:
         """Return whether there is room for batch work, after that of tenants with many more sequences has made some;

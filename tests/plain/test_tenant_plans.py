@@ -113,3 +113,18 @@ def test_no_request_is_preempted_for_its_slot_by_one_that_finds_too_few_pages():
         num_pages=100,
     )
     assert not made.preempt and not made.admit
+
+
+def test_a_large_line_of_a_batch_is_not_overtaken_by_small_ones_of_a_tenant_that_was_served_more():
+    large = prompt("large", "a", 60 * 16, batch_due_s=NOW_S + 1000)
+    admitted = {}
+    for used_s in (0.0, 0.5):
+        made = plan(
+            {"a": used_s, "b": 0.1},
+            batch=tuple(running_line(f"b{number}", "b", num_held=25) for number in range(2)),
+            batch_waiting=(large, line("b2", "b")),
+            num_free_pages=50,
+            num_pages=100,
+        )
+        admitted[used_s] = made.admit
+    assert admitted == {0.0: (), 0.5: ("b2",)}
