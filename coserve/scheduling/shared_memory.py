@@ -42,6 +42,7 @@ class SharedMemoryPlan(MemoryPlan):
         self._shares = shares
         self._used_s = {tenant.name: tenant.used_s for tenant in view.tenants}
         self._short: set[str] = set()  # tenants whose requests made room for the rows of others
+        self._short_of_batch: set[str] = set()  # tenants whose batch work made room
 
     def admit_waiting(self, waiting: Iterable[RequestView] | None = None, can_wait: CanWait | None = None) -> None:
         """Give waiting requests their pages and slots, in this order, until no tenant can have more."""
@@ -201,10 +202,13 @@ class SharedMemoryPlan(MemoryPlan):
     # -- batch work ---------------------------------------------------------------------
 
     def _admit_batch(self, waiting: Iterable[RequestView]) -> None:
-        """Give waiting batch work its pages and slots, in this order, until no tenant can have more."""
+        """Give waiting batch work its pages and slots, in this order, until no tenant can have more. A tenant whose
+        batch work makes room in this plan gets none: it would make room for the same again soon.
+        """
         tenants = {each.tenant for each in self._view.batch_waiting}
         blocked = self._short | {each.tenant for each in self._not_admitted()}
         for request in waiting:
+            blocked |= self._short_of_batch
             if blocked >= tenants:
                 return
             if request.tenant in blocked or not request.may_start:
@@ -287,6 +291,11 @@ class SharedMemoryPlan(MemoryPlan):
     def _preempt(self, request: RequestView) -> None:
         super()._preempt(request)
         self._short.add(request.tenant)
+
+    def _close(self, request: RequestView) -> None:
+        super()._close(request)
+        if request.batch_due_s is not None:
+            self._short_of_batch.add(request.tenant)
 
     def _requests_wait(self) -> bool:
         """Return False: each job is asked about (`_keeps_others_waiting`)."""

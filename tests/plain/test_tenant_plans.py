@@ -128,3 +128,17 @@ def test_a_large_line_of_a_batch_is_not_overtaken_by_small_ones_of_a_tenant_that
         )
         admitted[used_s] = made.admit
     assert admitted == {0.0: (), 0.5: ("b2",)}
+
+
+def test_a_tenant_whose_batch_work_made_room_for_growing_requests_gets_no_new_line_in_the_same_plan():
+    growing = decoding("a0", "a", num_pages=8, num_held=8)
+    lines = tuple(running_line(f"b{number}", "b", num_held=20) for number in range(4))
+    made = plan(
+        {"a": 0.0, "b": 0.0},
+        requests=(growing,),
+        batch=lines,
+        batch_waiting=(line("b4", "b"),),
+        num_free_pages=4,
+        num_pages=100,
+    )
+    assert made.preempt == ("b3",) and not made.admit
