@@ -163,8 +163,11 @@ class SharedMemoryPlan(MemoryPlan):
         """Take the pages of a pack, of batch work or of a request."""
         if isinstance(victim, JobView):
             self.free += victim.num_pages
-            self.drop.append(victim.id)
             self.jobs.remove(victim)
+            if victim.id in self.begin:  # in this plan: there is nothing to drop yet
+                self.begin.remove(victim.id)
+            else:
+                self.drop.append(victim.id)
         elif victim.batch_due_s is not None:
             self.batch.remove(victim)
             self._close(victim)

@@ -142,3 +142,14 @@ def test_a_tenant_whose_batch_work_made_room_for_growing_requests_gets_no_new_li
         num_pages=100,
     )
     assert made.preempt == ("b3",) and not made.admit
+
+
+def test_a_pack_that_makes_room_in_the_plan_in_which_it_begins_is_not_begun():
+    made = plan(
+        {"a": 0.0, "b": 0.1},
+        requests=(decoding("a0", "a", num_held=10),),
+        jobs=(job("large", "a", "pack", num_pages=50), job("small", "b", "pack", num_pages=42)),
+        num_free_pages=90,
+        num_pages=100,
+    )
+    assert made.begin == ("small",) and not made.drop
