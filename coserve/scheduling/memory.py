@@ -97,7 +97,8 @@ class MemoryPlan:
         max_pages: of all batch work together; for more to be admitted, and where a job needs the others.
         """
         self._batch_pages = max_pages
-        for request in list(self.batch):
+        # What this plan has admitted has its pages.
+        for request in [each for each in self.batch if each.id not in self.admit]:
             if request.num_pages > self.free:
                 self._preempt_batch(request.num_pages)
             if request.id not in self.preempt and request.num_pages <= self.free:

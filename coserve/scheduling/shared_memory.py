@@ -8,7 +8,8 @@ much, and from batch work as long as its tenant stays the richer one; free slots
 filled the memory makes room for one that comes, and keeps the rest. Within a tenant, requests come before batch work
 and jobs, as in `MemoryPlan`.
 
-Batch work is admitted in the order of the time counters, too, and takes room from batch work of a tenant that holds
+Batch work is admitted in the order of the time counters, too (where a tenant has no requests waiting, in turn with the
+requests of others), and takes room from batch work of a tenant that holds
 more than `SLOTS_RATIO` times as many of its sequences. Requests of another tenant that wait do not stop it, unless that
 tenant would be the poorer one.
 
@@ -19,6 +20,7 @@ far the time counters diverge.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import inf
 
 from coserve.scheduling.memory import SPARE_PAGES, CanWait, MemoryPlan
 from coserve.scheduling.plan import JobView, RequestView, View
@@ -36,16 +38,24 @@ SLOTS_RATIO = 2.0
 class SharedMemoryPlan(MemoryPlan):
     """Pages changing hands among tenants."""
 
-    def __init__(self, view: View, shares: Mapping[str, float]) -> None:
-        """Begin with what the view says; shares: of every tenant that has work."""
+    def __init__(self, view: View, shares: Mapping[str, float], max_batch_pages: float = inf) -> None:
+        """Begin with what the view says.
+
+        Args:
+            shares: Share of every tenant that has work.
+            max_batch_pages: Pages of all batch work together.
+        """
         super().__init__(view)
+        self._batch_pages = max_batch_pages
         self._shares = shares
         self._used_s = {tenant.name: tenant.used_s for tenant in view.tenants}
         self._short: set[str] = set()  # tenants whose requests made room for the rows of others
         self._short_of_batch: set[str] = set()  # tenants whose batch work made room
 
     def admit_waiting(self, waiting: Iterable[RequestView] | None = None, can_wait: CanWait | None = None) -> None:
-        """Give waiting requests their pages and slots, in this order, until no tenant can have more."""
+        """Give waiting requests their pages and slots, in this order, until no tenant can have more. Lines of a batch
+        among them get what is free in their turn.
+        """
         blocked = set(self._short)
         tenants = {each.tenant for each in self._view.waiting}
         slots = Counter([each.tenant for each in self.requests])
@@ -54,6 +64,10 @@ class SharedMemoryPlan(MemoryPlan):
             if tenant in blocked or not request.may_start:
                 continue
             self.claimant = tenant
+            if request.batch_due_s is not None:
+                if tenant not in self._short_of_batch and self._has_room_for_batch(request):
+                    self._add_batch(request)
+                continue
             victims = self._slot_victims(request)
             # Those of its tenant that run will want a page each, soon.
             num_pages = request.num_pages + slots[tenant]
@@ -214,7 +228,7 @@ class SharedMemoryPlan(MemoryPlan):
             blocked |= self._short_of_batch
             if blocked >= tenants:
                 return
-            if request.tenant in blocked or not request.may_start:
+            if request.tenant in blocked or not request.may_start or request.id in self.admit:
                 continue
             self.claimant = request.tenant
             if self._keeps_poorer_waiting(request):
@@ -225,6 +239,17 @@ class SharedMemoryPlan(MemoryPlan):
                 return  # smaller lines of others would overtake it forever
             else:
                 blocked.add(request.tenant)
+
+    def _has_room_for_batch(self, request: RequestView) -> bool:
+        """Return whether there is room for batch work within its tenant's share of pages, or such that nobody waits who
+        would be poorer.
+        """
+        fits = self._fits_batch(
+            request, num_held=self._num_batch_pages(), num_free=self.free, num_batch=len(self.batch)
+        )
+        num_pages = self._held().get(request.tenant, 0) + request.num_pages
+        is_within_share = self._wealth(num_pages, request.tenant) <= self._view.num_pages
+        return fits and (is_within_share or not self._keeps_poorer_waiting(request))
 
     def _make_room_for_batch(self, request: RequestView) -> bool:
         """Return whether there is room for batch work, after that of tenants with many more sequences has made some;

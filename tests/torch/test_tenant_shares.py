@@ -229,6 +229,22 @@ def test_lines_of_a_batch_do_not_wait_for_the_many_lines_of_another_tenant(max_r
     assert 0 < ended["many"] <= 40
 
 
+def test_lines_of_a_batch_do_not_wait_for_the_many_requests_of_another_tenant():
+    """Requests of one tenant hold all slots and wait for more; the other has nothing but the lines."""
+    engine = make_engine(MODEL, GPU, num_pages=4000, num_jobs=0, max_requests=8)
+    params = SamplingParams(max_tokens=60, temperature=0.0)
+    for index in range(200):
+        engine.add_tokens([index + 1] * 60, params, request_id=f"many-{index}", tenant="many")
+    for _ in range(30):
+        engine.step()
+    add_lines(engine, "few", 8, due_s=1000.0)
+    ended = Counter[str]()
+    while ended["few"] < 8:
+        chunks = [event for event in engine.step() if isinstance(event, Chunk)]
+        ended.update([chunk.request.split("-")[0] for chunk in chunks if chunk.finish_reason is not None])
+    assert 0 < ended["many"] <= 40
+
+
 @pytest.mark.long
 def test_what_a_tenant_does_not_need_goes_to_the_others():
     """A few chats of another tenant cost a job no more than the time that they take."""

@@ -153,7 +153,8 @@ def _share_memory(
     row_s: float,
 ) -> SharedMemoryPlan:
     """Return the pages that change hands; row_s: seconds of a row of a prompt."""
-    memory = SharedMemoryPlan(view, {name: part.share for name, part in parts.items()})
+    max_pages = policy.batch_share * view.num_pages if jobs and view.num_pages else inf
+    memory = SharedMemoryPlan(view, {name: part.share for name, part in parts.items()}, max_pages)
     memory.grow()
     used_s = {name: part.tenant.used_s for name, part in parts.items()}
 
@@ -161,16 +162,27 @@ def _share_memory(
         return row_s * request.num_rows / parts[request.tenant].tenant.weight
 
     if view.waiting:
-        queue = by_share(lost_last(policy.queue(view), view, latency), used_s, cost_s)
+        waiting = [*lost_last(policy.queue(view), view, latency), *_first_lines(view)]
+        queue = by_share(waiting, used_s, cost_s)
         has_priorities = any(request.priority for request in view.waiting)
         memory.admit_waiting(by_priority(list(queue)) if has_priorities else queue)
     if view.batch or view.batch_waiting:
-        max_pages = policy.batch_share * view.num_pages if jobs and view.num_pages else inf
         memory.serve_batch(max_pages, by_share(by_due(view.batch_waiting), used_s, cost_s))
     if jobs:
         memory.begin_packs(jobs, lambda job: _PACK_STRETCH * len(parts) * latency.pack_s(job))
         memory.take_turns(jobs)
     return memory
+
+
+def _first_lines(view: View) -> list[RequestView]:
+    """Return the first line of a batch of each tenant that has no requests waiting. These lines are admitted in turn
+    with the requests of others: a tenant that always has more of these waiting would otherwise keep every slot.
+    """
+    found: dict[str, RequestView] = {}
+    tenants = {request.tenant for request in view.waiting}
+    for line in by_due([each for each in view.batch_waiting if each.may_start and each.tenant not in tenants]):
+        found.setdefault(line.tenant, line)
+    return list(found.values())
 
 
 def _plan_jobs(
