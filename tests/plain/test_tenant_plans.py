@@ -4,7 +4,7 @@ from collections import Counter
 
 from tenant_views import NOW_S, decoding, job, line, plan, prompt, running_line
 
-from coserve.scheduling.plan import Plan
+from coserve.scheduling.plan import NeedView, Plan
 
 
 def prefilled(made: Plan) -> list[str]:
@@ -153,3 +153,13 @@ def test_a_pack_that_makes_room_in_the_plan_in_which_it_begins_is_not_begun():
         num_pages=100,
     )
     assert made.begin == ("small",) and not made.drop
+
+
+def test_a_step_of_jobs_of_several_tenants_is_as_short_as_of_one_where_requests_need_nearly_all_of_their_ttft():
+    need = NeedView(ttft=0.9)
+    steps = []
+    for tenants in ({"a": 0.0}, {"a": 0.0, "b": 0.0}):
+        jobs = tuple([job(f"j{name}", name) for name in tenants])
+        steps.append(plan(tenants, jobs=jobs, need=need))
+    one, two = steps
+    assert 0 < two.backward_s <= one.backward_s + 0.01

@@ -63,7 +63,9 @@ class _SharedPolicy(Protocol):
 
     def due_at_s(self, request: RequestView, reserve_tpots: float = 0.0) -> float: ...
 
-    def arrival_wait_s(self, view: View, tpot_s: float) -> float: ...
+    def max_jobs_s(self, view: View, tpot_s: float, requests_s: float) -> float: ...
+
+    def least_share_now(self, view: View) -> float: ...
 
 
 @dataclass(kw_only=True)
@@ -193,11 +195,12 @@ def _plan_jobs(
     batch of rows. So tenants take turns instead of parts of the step: one that has been served more than another, by
     as much as half a step, waits.
     """
-    build, until_s = PlanBuilder(view, latency, memory), policy.arrival_wait_s(view, view.tpot_s)
+    build = PlanBuilder(view, latency, memory)
+    until_s = build.step_s + policy.max_jobs_s(view, view.tpot_s, build.step_s)
     parts = [part for part in parts if part.jobs]
     max_used_s = min([part.tenant.used_s for part in parts], default=0.0) + min(until_s, MAX_CREDIT_S) / 2
     jobs = [job for part in parts if part.tenant.used_s <= max_used_s for job in part.jobs]
-    build.tune(jobs, until_s, least_share=policy.least_share)
+    build.tune(jobs, until_s, least_share=policy.least_share_now(view))
     return build.build()
 
 

@@ -152,7 +152,7 @@ class Slack(Policy):
             # near an SLO, requests that came lately keep what they save.
             may_grow = until_s < most_s and nearness(view) <= EDGE
             max_defer_s = self.max_gap_tpots * tpot_s if may_grow else 0.0
-            least_share = self._least_share(view)
+            least_share = self.least_share_now(view)
             jobs = self.shares(memory.jobs, view)
             if self.divides and view.num_units > 1:
                 build.divide(jobs, until_s)
@@ -192,6 +192,10 @@ class Slack(Policy):
         SLO of those that run.
         """
         return max(self.arrival_share * view.ttft_s, min(2 * tpot_s, MOST_ARRIVAL_SHARE * view.ttft_s))
+
+    def max_jobs_s(self, view: View, tpot_s: float, requests_s: float) -> float:
+        """Return the longest that jobs may take of a step whose other work takes requests_s, for those that arrive."""
+        return min(self.arrival_wait_s(view, tpot_s) - requests_s, wait_share(view.need.ttft) * view.ttft_s)
 
     def due_at_s(self, request: RequestView, reserve_tpots: float = 0.0) -> float:
         """When a request's next token is due."""
@@ -274,8 +278,8 @@ class Slack(Policy):
 
     # -- jobs -------------------------------------------------------------------------
 
-    def _least_share(self, view: View) -> float:
-        """What jobs get in any case. Where requests just hold their SLOs by themselves, each is late by all that jobs
+    def least_share_now(self, view: View) -> float:
+        """Return the share of the time that jobs get in any case. Where requests just hold their SLOs by themselves, each is late by all that jobs
         took since the device was last idle: there it is next to nothing.
         """
         at_edge = nearness(view) > EDGE and view.need.late_share < MOST_LATE_SHARE
@@ -296,7 +300,7 @@ class Slack(Policy):
         if _queues(memory, view, latency):
             return 0.0, inf
         requests_s = build.step_s
-        most_s = min(self.arrival_wait_s(view, tpot_s) - requests_s, wait_share(view.need.ttft) * view.ttft_s)
+        most_s = self.max_jobs_s(view, tpot_s, requests_s)
         # A step at the pace of the SLOs takes nothing of what was banked.
         own_s = max(deadlines.extra_s, pace_share(view.need) * (AIMED * tpot_s - requests_s))
         extra_s = min(deadlines.jobs_s - view.now_s - requests_s, own_s, most_s)
