@@ -6,7 +6,7 @@ steps among tenants (`Policy.shares_time`) give the tenant with the smallest cou
 between two steps, in which the host sends answers, counts as well: a tenant with many streams has the device wait.
 
 A tenant that had no work is lifted to the smallest counter of those that have, so that idling saves up no credit. No
-counter falls below the largest one by more than `MAX_CREDIT_S`: a tenant that uses less than its share for long would
+counter falls below the largest one by more than `max_credit_s`: a tenant that uses less than its share for long would
 otherwise take the whole device for as long as it saved up.
 """
 
@@ -14,11 +14,18 @@ from collections.abc import Callable, Mapping, Set
 
 from coserve.scheduling.plan import TenantView
 
-# The most seconds, of a tenant of weight 1, by which a counter may be below the largest one.
+# The most seconds, of a tenant of weight 1 or more, by which a counter may be below the largest one.
 MAX_CREDIT_S = 0.25
 # A tenant counts as one that may come back at any moment for as long after its last work. Meanwhile steps with prompts
 # are short, so that its next request waits for no long one, which costs the jobs of the others some of their speed.
 RECENT_S = 5.0
+
+
+def max_credit_s(weight: float, step_s: float = 0.0) -> float:
+    """Return the most by which the counter of a tenant of this weight may be below the largest one, in seconds of that
+    counter. step_s: what the step took by which the largest one may have grown: its own tenant's turn comes later.
+    """
+    return max(MAX_CREDIT_S, step_s) / min(1.0, weight)
 
 
 class TenantTimes:
@@ -60,10 +67,11 @@ class TenantTimes:
         for tenant, used_s in seconds.items():
             if tenant in self._used_s:
                 self._used_s[tenant] += used_s / self.weight(tenant)
-        least_s = max(self._used_s.values(), default=0.0) - MAX_CREDIT_S
+        largest_s, step_s = max(self._used_s.values(), default=0.0), sum(seconds.values())
         for tenant, used_s in self._used_s.items():
-            if used_s < least_s:
-                self._used_s[tenant] = least_s
+            smallest_s = largest_s - max_credit_s(self.weight(tenant), step_s)
+            if used_s < smallest_s:
+                self._used_s[tenant] = smallest_s
 
     def weight(self, tenant: str) -> float:
         """Return the weight of a tenant."""

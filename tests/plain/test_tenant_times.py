@@ -1,5 +1,7 @@
 """Virtual time counters of tenants."""
 
+import pytest
+
 from coserve.scheduling.tenant_times import RECENT_S, TenantTimes
 
 
@@ -29,3 +31,13 @@ def test_seconds_count_by_weight():
     times.note_present({"heavy", "light"}, 0.0)
     times.charge({"heavy": 0.2, "light": 0.1})
     assert times.used_s("heavy") == times.used_s("light")
+
+
+def test_a_small_weight_and_a_long_step_leave_a_tenant_what_it_is_owed():
+    times = TenantTimes({"light": 0.25})
+    times.note_present({"light", "other"}, 0.0)
+    times.charge({"other": 0.5})
+    assert times.used_s("light") == times.used_s("other") - 0.5
+    times.charge({"other": 0.2})
+    times.charge({"other": 0.2})
+    assert times.used_s("light") == pytest.approx(times.used_s("other") - 0.9)

@@ -32,7 +32,7 @@ from coserve.scheduling.pieces import largest_that_fits
 from coserve.scheduling.plan import JobView, Plan, RequestView, TenantView, View
 from coserve.scheduling.shared_memory import SharedMemoryPlan
 from coserve.scheduling.slo import SOLO_CONTEXT
-from coserve.scheduling.tenant_times import MAX_CREDIT_S
+from coserve.scheduling.tenant_times import MAX_CREDIT_S, max_credit_s
 
 # A step lasts half a TPOT of the default SLO, or as many decode steps of one request if that is more. The third number
 # is the most TPOTs that it lasts: smallest pieces, and errors of prediction, come on top of that.
@@ -255,7 +255,7 @@ def _set_limits(parts: Sequence[_Part], quantum_s: float, row_s: float, max_used
         part.owed_s = part.tenant.weight * (mean_s - part.tenant.used_s)
         part.limit_s = min(left_s, max(MIN_PART * part.own_s, part.own_s + part.owed_s))
         # Alone it is owed nothing by anybody, and a counter that is as small as it can be stays as it is.
-        min_used_s = max_used_s - NEARLY_ALL * MAX_CREDIT_S
+        min_used_s = max_used_s - NEARLY_ALL * max_credit_s(part.tenant.weight)
         part.can_save = len(backlogged) > 1 and part.tenant.used_s > min_used_s
 
 

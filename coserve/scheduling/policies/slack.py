@@ -279,8 +279,8 @@ class Slack(Policy):
     # -- jobs -------------------------------------------------------------------------
 
     def least_share_now(self, view: View) -> float:
-        """Return the share of the time that jobs get in any case. Where requests just hold their SLOs by themselves, each is late by all that jobs
-        took since the device was last idle: there it is next to nothing.
+        """Return the share of the time that jobs get in any case. Where requests just hold their SLOs by themselves,
+        each is late by all that jobs took since the device was last idle: there it is next to nothing.
         """
         at_edge = nearness(view) > EDGE and view.need.late_share < MOST_LATE_SHARE
         return self.least_share * (EDGE_LEAST_SHARE if at_edge else 1.0)
