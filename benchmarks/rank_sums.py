@@ -1,4 +1,4 @@
-"""How long a sum over ranks takes: over an arena, compiled and in Python, and through gloo on loopback.
+"""Measure how long a sum over ranks takes: over an arena, compiled and in Python, and through gloo on loopback.
 
     python benchmarks/rank_sums.py [--ranks 2] [--width 896] [--rows 1 8 128 512]
 

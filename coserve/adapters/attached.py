@@ -21,14 +21,14 @@ class AdapterGraphs:
     """The attached graphs of an adapter; equal parts share one object."""
 
     by_training: Mapping[bool, Mapping[Part, AttachedGraph]]
-    """By whether it is what training differentiates (True) or what requests run: the graph of each part."""
+    """The graph of each part: what training differentiates (True), and what requests run (False)."""
     states: Mapping[str, AnyState] = field(default_factory=dict)
-    """What of its parameters and derived tensors this rank holds, by full name; those that are absent are whole."""
+    """Cuts of the parameters and derived tensors that this rank holds in part, by full name; all others are whole."""
     summed: tuple[str, ...] = ()
     """Full names, in alphabetical order, of the parameters of whose gradient each rank has a part, which ranks add up
     once a step."""
     divided: Mapping[Part, AttachedLocalGraph] = field(default_factory=dict)
-    """Where ranks divide the model: the graph of each part as training differentiates it, with states."""
+    """The graph of each part as training differentiates it, with states, where ranks divide the model."""
 
     @property
     def held_by_rank_0(self) -> list[str]:

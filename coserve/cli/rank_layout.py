@@ -1,4 +1,4 @@
-"""How ranks would divide a model and an adapter, as `coserve inspect --tensor-parallel` shows it."""
+"""Shows how ranks would divide a model and an adapter, for `coserve inspect --tensor-parallel`."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

@@ -34,7 +34,7 @@ class TorchExchange:
 
     @property
     def gives_gradients(self) -> bool:
-        """Whether contributions are gradients; else they are progress."""
+        """Return whether contributions are gradients; else they are progress."""
         return self._shard.gives_gradients
 
     def begin(self) -> None:

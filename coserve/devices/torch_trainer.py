@@ -190,7 +190,7 @@ class TorchTrainer:
         return taken
 
     def combine(self, up_to: int, *, meets: bool) -> None:
-        """See `CombineContributions`. What needs memory comes first, so that an error changes nothing."""
+        """Carry out `CombineContributions`; what needs memory comes first, so that an error changes nothing."""
         assert self.exchange is not None and self.optimizer is not None
         if up_to <= self.exchange.num_taken:
             return

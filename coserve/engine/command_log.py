@@ -81,7 +81,8 @@ class _Sent(NamedTuple):
 
 
 class CommandLog:
-    """See the module. All but `send` is for the engine's thread, and, except `collect`, for between two steps.
+    """The ordered log that the module describes. All but `send` is for the engine's thread and, except for `collect`,
+    for the time between two steps.
 
     Ctrl-C may come between any two of the statements here. So what is set first says that the outcome is not known
     (`_sent`), and what follows from an answer can be set again.
@@ -129,7 +130,7 @@ class CommandLog:
 
     @property
     def has_commands(self) -> bool:
-        """Whether `flush` has something to carry out."""
+        """Return whether `flush` has something to carry out."""
         return bool(self._entries)
 
     def flush(self) -> None:
