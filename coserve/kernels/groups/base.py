@@ -102,10 +102,6 @@ class RankGroup(ABC):
         """Return once all ranks have called it."""
         self.agree(0)
 
-    def begin_sum(self, x: Tensor, name: str = "") -> "Pending":
-        """Start a sum that may proceed while this rank computes; transports without overlap sum at once."""
-        return Pending(self.sum_(x, name))
-
     def compiled_sum(self, name: str) -> tuple[int, int] | None:
         """Return what a list of compiled calls needs for a sum of this group: the address of the rank's state, and the
         digest of the debug check (`rank_sum` in `kernels/cpu/kernels.h`). None: its sums are not compiled.
@@ -145,17 +141,6 @@ class RankGroup(ABC):
     def _gather(self, x: Tensor, to: int, name: str) -> Tensor | None:
         found = self._all_gather(x, name)
         return found if self.rank == to else None
-
-
-class Pending:
-    """A sum that was begun; `wait` gives its result."""
-
-    def __init__(self, x: Tensor) -> None:
-        self._x = x
-
-    def wait(self) -> Tensor:
-        """Return the summed tensor once it is complete."""
-        return self._x
 
 
 class SingleRank(RankGroup):
