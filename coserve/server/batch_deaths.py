@@ -1,13 +1,14 @@
 """Rule by which lines of batches are blamed for deaths of a process, the server's or the engine's.
 
 A death is charged to every line that was under way. A line with two deaths is a suspect. Suspects are tried apart from
-all other batch work, in groups; a group that a process dies of is divided and tried again, and a line that a process
-dies of while no other line is under way is set aside. Every other line is asked again until it is answered, so a line
-never fails for another one, whichever tenant that belongs to.
+all other batch work, in groups; a group that a process dies of is divided and tried again, and a line that processes
+die of twice while no other line is under way is set aside. Every other line is asked again until it is answered, so a
+line never fails for another one, whichever tenant that belongs to. Twice, because a process may end for a reason of its
+own (`kill -9`, memory that is used up) while a harmless line is tried; that line is the next one to be tried, and ends.
 
 A group is divided into 16 parts and not into two: that costs a few more rounds for lines that are harmless, and saves
 deaths, each of which breaks off everybody's requests. Of 512 lines, one is found with two deaths that make all of them
-suspects and three more (512, 32, 2, 1).
+suspects and four more (32, 2, 1, 1).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 
 # Deaths beside other lines after which a line is tried apart.
 _NUM_DEATHS_TO_SUSPECT = 2
+# Deaths of a suspect that ran alone after which it is set aside.
+_NUM_DEATHS_ALONE = 2
 # Parts into which a group of suspects is divided.
 _NUM_PARTS = 16
 
@@ -30,6 +33,8 @@ class LineDeaths:
     """Processes that died while the line was under way."""
     num_lines: int
     """Lines that were under way at the last of these deaths, this one included."""
+    num_alone: int = 0
+    """Processes that died while the line was a suspect and no other line was under way."""
 
     @property
     def is_suspect(self) -> bool:
@@ -38,8 +43,8 @@ class LineDeaths:
 
     @property
     def is_guilty(self) -> bool:
-        """Return whether the line is set aside: a process died while it ran alone, as a suspect."""
-        return self.num > _NUM_DEATHS_TO_SUSPECT and self.num_lines == 1
+        """Return whether the line is set aside."""
+        return self.num_alone >= _NUM_DEATHS_ALONE
 
     @property
     def max_group(self) -> int:
@@ -49,15 +54,19 @@ class LineDeaths:
 
 def after_death(before: LineDeaths | None, *, num_lines: int) -> LineDeaths:
     """Return the deaths of a line after one more, at which `num_lines` lines were under way."""
-    return LineDeaths(num=1 + (0 if before is None else before.num), num_lines=num_lines)
+    if before is None:
+        return LineDeaths(num=1, num_lines=num_lines)
+    num_alone = before.num_alone + (before.is_suspect and num_lines == 1)
+    return LineDeaths(num=before.num + 1, num_lines=num_lines, num_alone=num_alone)
 
 
 def next_group(waiting: Collection[LineKey], deaths: Mapping[LineKey, LineDeaths]) -> Sequence[LineKey]:
-    """Return the suspects to try next among those that wait: the smallest groups first, since their lines are nearest
-    to a verdict.
+    """Return the suspects to try next among those that wait: one that a process died of alone, else the smallest groups,
+    since their lines are nearest to a verdict.
     """
     suspects = [line for line in waiting if line in deaths and deaths[line].is_suspect]
     if not suspects:
         return ()
-    size = min(deaths[line].max_group for line in suspects)
-    return [line for line in suspects if deaths[line].max_group == size][:size]
+    suspects.sort(key=lambda line: (-deaths[line].num_alone, deaths[line].num_lines))
+    size = deaths[suspects[0]].max_group
+    return [line for line in suspects[:size] if deaths[line].max_group == size]

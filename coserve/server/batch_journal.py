@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -134,10 +135,11 @@ class BatchJournal:
                 under_way.discard(each["leave"])
             else:
                 under_way.discard(each["died"])
-                deaths[each["died"]] = LineDeaths(num=each["num"], num_lines=each["num_lines"])
+                num_alone = each.get("num_alone", 0)  # earlier versions did not count them
+                deaths[each["died"]] = LineDeaths(num=each["num"], num_lines=each["num_lines"], num_alone=num_alone)
         return under_way, deaths
 
 
 def _deaths_on_record(deaths: Mapping[str, LineDeaths]) -> list[dict[str, Any]]:
     """Return the lines of a journal that say these deaths."""
-    return [{"died": id, "num": each.num, "num_lines": each.num_lines} for id, each in deaths.items()]
+    return [{"died": id, **asdict(each)} for id, each in deaths.items()]

@@ -19,12 +19,22 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(limited())
 
 
-def test_a_line_is_guilty_only_of_a_death_while_it_was_alone_after_two_deaths():
+def test_a_line_is_guilty_only_of_two_deaths_while_it_was_alone_after_two_others():
     once = after_death(None, num_lines=1)
     twice = after_death(once, num_lines=1)
     assert not once.is_suspect and twice.is_suspect and not twice.is_guilty
-    assert after_death(twice, num_lines=1).is_guilty
-    assert not after_death(twice, num_lines=2).is_guilty
+    alone = after_death(twice, num_lines=1)
+    assert not alone.is_guilty
+    assert after_death(alone, num_lines=1).is_guilty
+    assert not after_death(alone, num_lines=2).is_guilty
+
+
+def test_a_suspect_that_a_process_died_of_alone_is_tried_next():
+    """So a process that is killed from outside, again and again, costs no line that can end before the next time."""
+    few = {("b", str(n)): LineDeaths(num=3, num_lines=4) for n in range(4)}
+    deaths = few | {("b", "last"): LineDeaths(num=4, num_lines=1, num_alone=1)}
+    assert next_group(list(deaths), deaths) == [("b", "last")]
+    assert len(next_group(list(few), few)) == 1
 
 
 def test_groups_of_suspects_become_smaller_and_the_smallest_comes_first():
@@ -81,8 +91,8 @@ def test_lines_that_kill_are_set_aside_and_all_others_are_answered(num_lines: in
         engine = Engine(deadly, rng)
         ends = await asyncio.gather(*map(engine.ask, lines))
         assert {line for line, end in zip(lines, ends, strict=True) if end == "set aside"} == set(deadly)
-        # Two make suspects; then each that is deadly costs one for every size of its group, at most 512, 32, 2, 1.
-        assert engine.num_deaths <= 2 + 3 * num_deadly
+        # Two make suspects; then each that is deadly costs one for every size of its group, at most 32, 2, 1, and 1.
+        assert engine.num_deaths <= 2 + 4 * num_deadly
         assert engine.turns.num_under_way == engine.turns.num_waiting == 0
         assert any(engine.beside_suspects) == (num_deadly > 0)
 
