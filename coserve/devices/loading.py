@@ -11,16 +11,25 @@ from coserve.devices.settings import DeviceSettings, LoadProgress
 from coserve.devices.torch_device import TorchDevice
 from coserve.errors import BudgetError
 from coserve.kernels import prepare_backends
+from coserve.kernels.groups.base import RankGroup
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.memory.paged_states import num_state_pages
 from coserve.models.backbone import Backbone, build_backbone, find_device
+from coserve.models.dividing import divided_backbone
 from coserve.models.source import find_model
 from coserve.scheduling.profile import Profile
 
 
-def open_device(settings: DeviceSettings, progress: LoadProgress | None = None) -> TorchDevice:
+def open_device(
+    settings: DeviceSettings, progress: LoadProgress | None = None, *, group: RankGroup | None = None
+) -> TorchDevice:
     """Load a model in this process, and take the memory; the first start on a device measures its profile, which takes
     some seconds.
+
+    Args:
+        settings: all ranks of a group have the same.
+        progress: told how far it is.
+        group: of a model that several processes hold together: this process's rank of it; all ranks call this.
 
     Raises:
         ModelError: there is no such model or device, or it cannot be used. BudgetError: memory_bytes is too little.
@@ -39,6 +48,8 @@ def open_device(settings: DeviceSettings, progress: LoadProgress | None = None) 
         max_positions=settings.max_positions,
         progress=_stage(progress, "loading weights"),
     )
+    if group is not None and group.size > 1:
+        backbone = divided_backbone(backbone, group)
     return torch_device(
         backbone,
         memory_bytes=settings.memory_bytes,

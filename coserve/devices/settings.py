@@ -18,7 +18,8 @@ class DeviceSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     or "cuda:0"; "auto" takes a GPU if there is one. seed: of random weights. threads: of the CPU; None: those that
     PyTorch has. max_positions: see `load_backbone`. memory_bytes: of the page pool; None: a share of what is free.
     block_tokens: tokens of a page. host_memory_bytes: for pages that give way (`SwapOut`); 0: none. profile: None: from
-    disk, or measured at the start. deterministic: see `EngineConfig`.
+    disk, or measured at the start. deterministic: see `EngineConfig`. num_ranks: processes that hold the model
+    together, each on a device of its own.
     """
 
     model: str
@@ -33,3 +34,4 @@ class DeviceSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     block_tokens: int = 16
     profile: Profile | None = None
     deterministic: bool = False
+    num_ranks: int = 1
