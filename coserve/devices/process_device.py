@@ -1,33 +1,16 @@
-"""A torch device in another process, over a socket pair: the engine plans and serves while it works.
+"""A torch device in another process, over a socket pair: the engine plans and serves while it works."""
 
-The process ends with this one, however this one ends: it sees the end of the socket, and on Linux the kernel kills it
-with the thread that started it, so start it in one that lasts.
-"""
-
-import logging
-import socket
-import subprocess
-import sys
 from concurrent.futures import Future
 from itertools import count
-from threading import Lock, Thread
-
-import msgspec
+from queue import SimpleQueue
 
 from coserve.devices.clock import WallClock
 from coserve.devices.messages import Command, Reply
+from coserve.devices.rank_process import Answer, DeviceProcess
 from coserve.devices.settings import DeviceSettings, LoadProgress
 from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.devices.wire import Call, Connection, Done, FromDevice, LoadingProgress, Raised, Started
+from coserve.devices.wire import Call, FromDevice, LoadingProgress, Raised, Started, framed
 from coserve.errors import DeviceGoneError
-
-_log = logging.getLogger(__name__)
-
-_GONE = "the device's process has ended"
-# How long it may take to end by itself.
-_END_S = 5.0
-
-_Answer = Future[Reply | StepResult]
 
 
 class ProcessDevice:
@@ -38,29 +21,20 @@ class ProcessDevice:
         DeviceGoneError if the process ends without saying why.
         """
         self.clock = WallClock()
-        own, its = socket.socketpair()
-        with its:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "coserve.devices.process_main", str(its.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(its.fileno(),),
-            )
-        self._connection = Connection(own, FromDevice)
-        self._calls: dict[int, _Answer] = {}
-        self._step: _Answer | None = None  # under way
-        self._numbers, self._lock, self._gone = count(), Lock(), False
-        self._receiver = Thread(target=self._receive, name="device replies", daemon=True)
+        self._numbers = count()
+        self._step: Answer | None = None  # under way
+        messages: SimpleQueue[FromDevice | None] = SimpleQueue()
+        self._process = DeviceProcess(messages.put)
         try:
-            self._send(settings)
-            self.info = self._wait_for_start(progress).info
+            self._process.send(settings)
+            self.info = _wait_for_start(messages, progress).info
         except BaseException:
             self.close()
             raise
-        self._receiver.start()
 
     @property
     def pid(self) -> int:
-        """Of the device's process."""
+        """Return the number of the device's process."""
         return self._process.pid
 
     def execute(self, command: Command) -> Reply:
@@ -87,66 +61,20 @@ class ProcessDevice:
         return result
 
     def close(self) -> None:
-        self._connection.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._receiver.is_alive():
-            self._receiver.join()
+        self._process.close()
 
-    def _call(self, command: Command | StepBatch) -> _Answer:
-        answer: _Answer = Future()
-        with self._lock:
-            if self._gone:
-                raise DeviceGoneError(_GONE)
-            call = next(self._numbers)
-            self._calls[call] = answer
-        self._send(Call(call, command))
-        return answer
+    def _call(self, command: Command | StepBatch) -> Answer:
+        number = next(self._numbers)
+        return self._process.call(number, framed(Call(number, command)))
 
-    def _send(self, message: object) -> None:
-        try:
-            self._connection.send(message)
-        except OSError:
-            raise DeviceGoneError(_GONE) from None
 
-    def _wait_for_start(self, progress: LoadProgress | None) -> Started:
-        while True:
-            try:
-                message = self._connection.receive()
-            except (EOFError, msgspec.DecodeError):
-                raise DeviceGoneError(f"{_GONE} before it was ready") from None
-            if isinstance(message, Raised):
-                raise message.error()
-            if isinstance(message, Started):
-                return message
-            assert isinstance(message, LoadingProgress)
-            if progress is not None:
-                progress(message.stage, message.done, message.total)
-
-    def _receive(self) -> None:
-        """Hand out what comes, until nothing can come any more: nobody waits for a device that is gone."""
-        try:
-            while True:
-                self._take(self._connection.receive())
-        except EOFError:
-            pass
-        except Exception:
-            _log.exception("what the device's process says cannot be understood")
-            self._connection.close()  # which ends it
-        with self._lock:
-            self._gone = True
-            calls, self._calls = self._calls, {}
-        for answer in calls.values():
-            answer.set_exception(DeviceGoneError(_GONE))
-
-    def _take(self, message: Done | Raised) -> None:
-        assert message.call is not None, "only the start has no number"
-        with self._lock:
-            answer = self._calls.pop(message.call)
+def _wait_for_start(messages: "SimpleQueue[FromDevice | None]", progress: LoadProgress | None) -> Started:
+    while (message := messages.get()) is not None:
         if isinstance(message, Raised):
-            answer.set_exception(message.error())
-        else:
-            answer.set_result(message.reply)
+            raise message.error()
+        if isinstance(message, Started):
+            return message
+        assert isinstance(message, LoadingProgress)
+        if progress is not None:
+            progress(message.stage, message.done, message.total)
+    raise DeviceGoneError("the device's process has ended before it was ready")

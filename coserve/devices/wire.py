@@ -66,6 +66,12 @@ FromDevice = LoadingProgress | Started | Done | Raised
 _encode = msgspec.msgpack.Encoder().encode
 
 
+def framed(message: Any) -> bytes:
+    """Encode a message as the frame that a connection sends: one encoding does for several of them."""
+    encoded = _encode(message)
+    return _LENGTH.pack(len(encoded)) + encoded
+
+
 class Connection:
     """One end of a socket pair. `send` may be called from any thread, `receive` from one."""
 
@@ -75,15 +81,18 @@ class Connection:
         self._decoder = msgspec.msgpack.Decoder(receives)
 
     def send(self, message: Any) -> None:
-        """OSError if the other end is gone.
+        """Send a message; OSError if the other end is gone, see `send_frame`."""
+        self.send_frame(framed(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send what `framed` has encoded; OSError if the other end is gone.
 
         A call that is interrupted closes the connection: a part of the frame may have been sent, and what came after
         could not be told from the rest of it.
         """
-        frame = _encode(message)
         with self._sending:
             try:
-                self._end.sendall(_LENGTH.pack(len(frame)) + frame)
+                self._end.sendall(frame)
             except OSError:
                 raise
             except BaseException:

@@ -1,0 +1,133 @@
+"""A process that runs a device, or one rank of it: it is started, called by number, and ended.
+
+The process ends with this one, however this one ends: it sees the end of the socket, and on Linux the kernel kills it
+with the thread that started it, so start it in one that lasts.
+"""
+
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from threading import Lock, Thread
+
+from coserve.devices.messages import Reply
+from coserve.devices.step_messages import StepResult
+from coserve.devices.wire import Connection, FromDevice, LoadingProgress, Raised, Started, framed
+from coserve.errors import DeviceGoneError
+
+_log = logging.getLogger(__name__)
+
+# How long a process may take to end by itself.
+_END_S = 5.0
+
+Answer = Future[Reply | StepResult]
+
+
+class DeviceProcess:
+    """A process of `process_main`, and the connection to it. A thread of its own takes what the process sends."""
+
+    def __init__(
+        self,
+        on_start: Callable[[FromDevice | None], None],
+        on_end: Callable[[], None] = lambda: None,
+        *,
+        arguments: Sequence[str] = (),
+        inherited: Sequence[int] = (),
+    ) -> None:
+        """Start the process, which waits for its settings then.
+
+        Args:
+            on_start: called with each message of the start, and with None once nothing can come any more.
+            on_end: called once the process has ended, or has closed its end, before its calls fail.
+            arguments: for `process_main`, after the socket.
+            inherited: file descriptors that the process gets.
+        """
+        own, its = socket.socketpair()
+        with its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "coserve.devices.process_main", str(its.fileno()), *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(its.fileno(), *inherited),
+            )
+        self._connection = Connection(own, FromDevice)
+        self._on_start, self._on_end = on_start, on_end
+        self._calls: dict[int, Answer] = {}
+        self._lock, self._has_ended = Lock(), False
+        self._gone = f"the device's process ({self.pid}) has ended"
+        self._receiver = Thread(target=self._receive, name="device replies", daemon=True)
+        self._receiver.start()
+
+    @property
+    def pid(self) -> int:
+        """Return the number of the process."""
+        return self._process.pid
+
+    def send(self, message: object) -> None:
+        """Send a message that has no answer, as the settings; DeviceGoneError."""
+        self._send(framed(message))
+
+    def call(self, number: int, frame: bytes) -> Answer:
+        """Send a call with this number, as `framed` encodes it, and return its answer to come.
+
+        The answer is DeviceGoneError if the process ends first.
+
+        Raises:
+            DeviceGoneError: the process has ended already.
+        """
+        answer: Answer = Future()
+        with self._lock:
+            if self._has_ended:
+                raise DeviceGoneError(self._gone)
+            self._calls[number] = answer
+        self._send(frame)
+        return answer
+
+    def close(self) -> None:
+        """End the process, and wait for its end."""
+        self._connection.close()
+        self._receiver.join()
+
+    def _send(self, frame: bytes) -> None:
+        try:
+            self._connection.send_frame(frame)
+        except OSError:
+            raise DeviceGoneError(self._gone) from None
+
+    def _receive(self) -> None:
+        """Hand out what comes, until nothing can come any more: nobody waits for a device that is gone."""
+        try:
+            while True:
+                self._take(self._connection.receive())
+        except EOFError:
+            pass
+        except Exception:
+            _log.exception("what the device's process says cannot be understood")
+            self._connection.close()  # which ends it
+        with self._lock:
+            self._has_ended = True
+            calls, self._calls = self._calls, {}
+        self._on_end()
+        for answer in calls.values():
+            answer.set_exception(DeviceGoneError(self._gone))
+        self._on_start(None)
+        self._reap()
+
+    def _take(self, message: FromDevice) -> None:
+        if isinstance(message, LoadingProgress | Started) or message.call is None:
+            self._on_start(message)
+            return
+        with self._lock:
+            answer = self._calls.pop(message.call)
+        if isinstance(message, Raised):
+            answer.set_exception(message.error())
+        else:
+            answer.set_result(message.reply)
+
+    def _reap(self) -> None:
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
