@@ -192,6 +192,9 @@ class CountCommands(msgspec.Struct, tag=True, frozen=True):
 BESIDE_STEPS = (OpenVersion, WriteCheckpoint, ReadContributions, SetVocabulary, OpenGrammar, CloseGrammar)
 """Commands that may come from any thread and are done beside steps; all others stand in one ordered stream."""
 
+BESIDE_STEPS_OF_RANKS = (WriteCheckpoint, ReadContributions, SetVocabulary, OpenGrammar, CloseGrammar)
+"""Those of them that ranks of a group do beside steps, each for itself: none of them uses a collective."""
+
 Command = (
     MeasureDevice
     | CountCommands

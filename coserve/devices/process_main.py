@@ -1,4 +1,9 @@
-"""The process of a `ProcessDevice`: it does what comes over a socket, and ends when the socket does."""
+"""A process with a device, or one rank of it: it does what comes over a socket, and ends when the socket does.
+
+    python -m coserve.devices.process_main SOCKET [ARENA RANK SIZE]
+
+SOCKET and ARENA are file descriptors that it inherits.
+"""
 
 import logging
 import os
@@ -7,35 +12,50 @@ import socket
 import sys
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from coserve.devices.cpu_threads import worthwhile_threads
-from coserve.devices.loading import open_device
-from coserve.devices.messages import BESIDE_STEPS, Command, Reply
+from coserve.devices.cpu_threads import bind_to_share, worthwhile_threads
+from coserve.devices.loading import open_device, prepare_kernels
+from coserve.devices.messages import Command, Reply
 from coserve.devices.process_memory import bound_compiled_products, keep_freed_memory
+from coserve.devices.rank_device import RankDevice
 from coserve.devices.settings import DeviceSettings
 from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.devices.torch_device import TorchDevice
-from coserve.devices.wire import Call, Connection, Done, LoadingProgress, Started, ToDevice, raised
+from coserve.devices.wire import Call, Connection, Done, KernelsPrepared, LoadingProgress, Started, ToDevice, raised
+from coserve.errors import RankGoneError, UnsupportedModelError
+from coserve.kernels.groups._arena import RankArena
+from coserve.kernels.groups.base import RankGroup, SingleRank
+from coserve.kernels.groups.shared_memory import SharedMemoryGroup
+from coserve.models.backbone import find_device
 from coserve.sandbox.parent_death import end_with_parent
 
 _log = logging.getLogger(__name__)
 
 
-def main(descriptor: int) -> None:
+class Seat(NamedTuple):
+    """A rank's place in a group of processes."""
+
+    arena: RankArena
+    rank: int
+    size: int
+
+
+def main(descriptor: int, seat: Seat | None = None) -> None:
     """Serve a device until the other end is gone."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the other end decides
+    if seat is not None:
+        bind_to_share(seat.rank, seat.size)
     connection = Connection(socket.socket(fileno=descriptor), ToDevice)
     messages: SimpleQueue[Any] = SimpleQueue()
     Thread(target=_receive, args=(connection, messages), daemon=True).start()
-    device = _start(messages.get(), connection)
+    device = _start(messages.get(), connection, seat)
     while device is not None:
         call = messages.get()
-        if isinstance(call.command, BESIDE_STEPS):
-            Thread(target=_answer, args=(device, call, connection)).start()
+        if isinstance(call.command, device.beside):
+            Thread(target=_answer_beside, args=(device, call, connection)).start()
         else:
             _answer(device, call, connection)
 
@@ -54,32 +74,69 @@ def _receive(connection: Connection, messages: "SimpleQueue[Any]") -> None:
         os._exit(1)
 
 
-def _start(settings: DeviceSettings, connection: Connection) -> TorchDevice | None:
+def _start(settings: DeviceSettings, connection: Connection, seat: Seat | None) -> RankDevice | None:
+    def progress(stage: str, done: int, total: int) -> None:
+        connection.send(LoadingProgress(stage, done, total))
+
     try:
         keep_freed_memory()
         bound_compiled_products()
-        torch.set_num_threads(settings.threads or worthwhile_threads(settings.model))
-        device = open_device(settings, lambda *progress: connection.send(LoadingProgress(*progress)))
+        threads = settings.threads or worthwhile_threads(settings.model, settings.num_ranks)
+        torch.set_num_threads(threads)
+        group: RankGroup = SingleRank()
+        if seat is not None:
+            device = find_device(settings.device)
+            if device.type != "cpu":
+                raise UnsupportedModelError(f"several ranks run on CPUs alone, not on {device}: set the device to cpu")
+            if seat.rank == 0:
+                prepare_kernels(device, progress)
+                connection.send(KernelsPrepared())
+            group = SharedMemoryGroup(seat.arena, seat.rank)
+        opened = open_device(settings, progress, group=group)
+        group.barrier()
+        group.limit_waits(settings.rank_timeout_s)
     except Exception as error:  # whatever it is, the other end is to know
+        if seat is not None:
+            seat.arena.end(f"rank {seat.rank} could not start: {error}")
         connection.send(raised(None, error))
         return None
-    connection.send(Started(device.info))
-    return device
+    connection.send(Started(opened.info))
+    return RankDevice(opened, group)
 
 
-def _answer(device: TorchDevice, call: Call, connection: Connection) -> None:
+def _answer(device: RankDevice, call: Call, connection: Connection) -> None:
+    """Carry out a call of the ordered stream. Once it is done on all ranks, one of them says so; what has failed, each
+    rank says.
+    """
     try:
-        connection.send(Done(call.call, _do(device, call.command)))
+        reply = _do(device, call.command)
+    except RankGoneError as error:
+        _log.error("the group of ranks ends: %s", error)
+        connection.send(raised(call.call, error))
+        os._exit(1)
     except Exception as error:  # as in one process: the engine decides what it means
+        connection.send(raised(call.call, error))
+        return
+    has_failed = isinstance(reply, StepResult) and reply.failure is not None
+    if device.answers_for_all or has_failed:
+        connection.send(Done(call.call, reply))
+
+
+def _answer_beside(device: RankDevice, call: Call, connection: Connection) -> None:
+    assert not isinstance(call.command, StepBatch)
+    try:
+        connection.send(Done(call.call, device.execute_beside(call.command)))
+    except Exception as error:
         connection.send(raised(call.call, error))
 
 
-def _do(device: TorchDevice, command: Command | StepBatch) -> Reply | StepResult:
-    if isinstance(command, StepBatch):
-        device.submit(command)
-        return device.collect()
-    return device.execute(command)
+def _do(device: RankDevice, command: Command | StepBatch) -> Reply | StepResult:
+    return device.run(command) if isinstance(command, StepBatch) else device.execute(command)
+
+
+def _seat(arena: str, rank: str, size: str) -> Seat:
+    return Seat(RankArena(int(arena)), int(rank), int(size))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), _seat(*sys.argv[2:]) if sys.argv[2:] else None)

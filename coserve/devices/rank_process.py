@@ -14,8 +14,8 @@ from threading import Lock, Thread
 
 from coserve.devices.messages import Reply
 from coserve.devices.step_messages import StepResult
-from coserve.devices.wire import Connection, FromDevice, LoadingProgress, Raised, Started, framed
-from coserve.errors import DeviceGoneError
+from coserve.devices.wire import Connection, FromDevice, KernelsPrepared, LoadingProgress, Raised, Started, framed
+from coserve.errors import DeviceGoneError, RankGoneError
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class DeviceProcess:
         self._on_start, self._on_end = on_start, on_end
         self._calls: dict[int, Answer] = {}
         self._lock, self._has_ended = Lock(), False
+        self.why_group_ends = ""
+        """What the process has said last, if that is that its group cannot continue; "" otherwise."""
         self._gone = f"the device's process ({self.pid}) has ended"
         self._receiver = Thread(target=self._receive, name="device replies", daemon=True)
         self._receiver.start()
@@ -63,6 +65,11 @@ class DeviceProcess:
     def pid(self) -> int:
         """Return the number of the process."""
         return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether nothing can come from the process any more."""
+        return self._has_ended
 
     def send(self, message: object) -> None:
         """Send a message that has no answer, as the settings; DeviceGoneError."""
@@ -83,6 +90,15 @@ class DeviceProcess:
             self._calls[number] = answer
         self._send(frame)
         return answer
+
+    def forget(self, number: int) -> None:
+        """Expect no answer to a call any more."""
+        with self._lock:
+            self._calls.pop(number, None)
+
+    def kill(self) -> None:
+        """End the process at once, whatever it is doing; `close` waits for its end."""
+        self._process.kill()
 
     def close(self) -> None:
         """End the process, and wait for its end."""
@@ -115,12 +131,14 @@ class DeviceProcess:
         self._reap()
 
     def _take(self, message: FromDevice) -> None:
-        if isinstance(message, LoadingProgress | Started) or message.call is None:
+        if isinstance(message, LoadingProgress | KernelsPrepared | Started) or message.call is None:
             self._on_start(message)
             return
         with self._lock:
             answer = self._calls.pop(message.call)
         if isinstance(message, Raised):
+            if message.kind == RankGoneError.__name__:
+                self.why_group_ends = message.message
             answer.set_exception(message.error())
         else:
             answer.set_result(message.reply)

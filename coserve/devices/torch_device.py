@@ -23,6 +23,7 @@ from coserve.devices.clock import WallClock
 from coserve.devices.command_count import CommandCount
 from coserve.devices.counting import device_info
 from coserve.devices.dividing import sides_of
+from coserve.devices.inverses import inverses_of
 from coserve.devices.job_messages import (
     BeginPack,
     CloseTrainer,
@@ -123,6 +124,7 @@ class TorchDevice:
         self._requests = TorchRequests(self._pages, self._versions)
         self._trainers: dict[str, TorchTrainer] = {}
         self._changed_by = ""  # the job that trains the backbone's own weights, or did
+        self._changed_before = ""  # the same, before the last trainer was opened
         self._checkpoints: dict[str, TorchCopy] = {}
         self._placing_s = 0.0  # of moments since the last step
         self._step: TorchStep | None = None
@@ -173,6 +175,13 @@ class TorchDevice:
             raise
         self._count.add(command)
         return reply
+
+    def undo(self, command: Command) -> None:
+        """Take back a command that was done here and has failed on another rank; it stays counted."""
+        for inverse in inverses_of(command):
+            self._handlers[type(inverse)](inverse)
+        if isinstance(command, OpenTrainer):
+            self._changed_by = self._changed_before
 
     def submit(self, batch: StepBatch) -> None:
         """Launch the step; on a CPU it is done then, but for the numbers that come of it."""
@@ -298,6 +307,7 @@ class TorchDevice:
             backbone, window = self._others.backbone(command.model), self._others.window(command.model)
         job = command.job if command.shard is None else command.shard.job
         resumes = self._changed_by == job
+        self._changed_before = self._changed_by
         if not command.model and not resumes:
             self._require_own_weights(f"job {command.job}")
         trainer = open_trainer(command, backbone, self._versions, self._adapter_memory, window, restores=resumes)

@@ -54,6 +54,10 @@ class LoadingProgress(msgspec.Struct, tag=True, frozen=True):
     total: int
 
 
+class KernelsPrepared(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0 has compiled the kernels, or found them: from now on other ranks find them, too."""
+
+
 class Started(msgspec.Struct, tag=True, frozen=True):
     """The device takes commands."""
 
@@ -61,7 +65,7 @@ class Started(msgspec.Struct, tag=True, frozen=True):
 
 
 ToDevice = DeviceSettings | Call
-FromDevice = LoadingProgress | Started | Done | Raised
+FromDevice = LoadingProgress | KernelsPrepared | Started | Done | Raised
 
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -123,6 +123,9 @@ class RankGroup(ABC):
     def reset(self) -> None:
         """Wait until all ranks have called this, then clear the failure and what was under way."""
 
+    def limit_waits(self, timeout_s: float) -> None:  # noqa: B027 - most transports keep the limit of their start
+        """Set the longest time that this rank waits for another one from now on."""
+
     def close(self) -> None:  # noqa: B027 - most transports hold nothing
         """Release what the group holds; no collective is called afterwards."""
 

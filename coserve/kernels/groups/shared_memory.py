@@ -63,6 +63,9 @@ class SharedMemoryGroup(RankGroup):
     def reset(self) -> None:
         self._rank.reset()
 
+    def limit_waits(self, timeout_s: float) -> None:
+        self._state.timeout_ns = int(timeout_s * 1e9)
+
     def close(self) -> None:
         self._rank.close()
 

@@ -1,0 +1,235 @@
+"""A torch device that several processes hold together, its ranks; see `rank_device.py` for how they end calls alike.
+
+    engine's process ── GroupDevice ══ socket pairs ══ ranks 0 … N-1 ── shared memory (the arena) between them
+
+Each call is encoded once and written to all ranks, which carry out all calls in one order. Rank 0 answers for all where
+all have done it; a call that has failed is answered by each. The processes end together: where one has ended, or does
+not come in time, the others are ended, too, and every call is DeviceGoneError.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from itertools import count
+from queue import SimpleQueue
+from threading import Lock
+from typing import NamedTuple
+
+from coserve.devices.clock import WallClock
+from coserve.devices.inverses import inverses_of
+from coserve.devices.messages import BESIDE_STEPS_OF_RANKS, Command, DeviceInfo, Reply
+from coserve.devices.rank_process import Answer, DeviceProcess
+from coserve.devices.settings import DeviceSettings, LoadProgress
+from coserve.devices.step_messages import StepBatch, StepResult
+from coserve.devices.wire import Call, FromDevice, KernelsPrepared, LoadingProgress, Raised, Started, framed
+from coserve.errors import DeviceGoneError, RankError, RankGoneError
+from coserve.kernels.groups._arena import RankArena
+
+_SAME = ("num_pages", "page_bytes", "num_host_pages", "num_state_pages", "block_tokens", "dtype", "weights", "kernels")
+"""Fields of `DeviceInfo` that all ranks must have alike."""
+
+
+class GroupDevice:
+    """See `coserve.devices.base.Device`."""
+
+    def __init__(self, settings: DeviceSettings, progress: LoadProgress | None = None) -> None:
+        """Start the processes of `settings.num_ranks` ranks, and wait until they have loaded the model.
+
+        Args:
+            settings: of all ranks.
+            progress: told how far rank 0 is.
+
+        Raises:
+            DeviceGoneError: a process has ended without saying why. RankError: the ranks do not fit together. All
+                others as `coserve.devices.loading.open_device`.
+        """
+        self.clock = WallClock()
+        self._size = settings.num_ranks
+        self._arena = RankArena.create(self._size)
+        self._numbers, self._lock, self._sending = count(), Lock(), Lock()
+        self._gone = ""
+        """Why the group has ended; "" while it has not."""
+        self._has_started = self._is_closed = False
+        self._step: _Sent | None = None  # under way
+        self._messages: SimpleQueue[tuple[int, FromDevice | None]] = SimpleQueue()
+        self._ranks: list[DeviceProcess] = []
+        try:
+            for rank in range(self._size):
+                self._ranks.append(self._new_process(rank))
+            self.info = self._start(settings, progress)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Return the numbers of the ranks' processes."""
+        return tuple(each.pid for each in self._ranks)
+
+    def execute(self, command: Command) -> Reply:
+        """Have all ranks carry out a command, or none; DeviceGoneError if a process ends before it has answered.
+
+        The error of the lowest rank that failed is raised, which says the rank unless all have failed alike.
+        """
+        reply = self._reply(self._call(command))
+        assert not isinstance(reply, StepResult)
+        return reply
+
+    def submit(self, batch: StepBatch) -> None:
+        # Each step has a number of its own: the result of one that was forgotten is nobody's when it comes.
+        self._step = None
+        try:
+            self._step = self._call(batch)
+        except DeviceGoneError:  # `collect` will say so
+            self._step = _Sent(-1, batch, ())
+
+    def collect(self) -> StepResult:
+        """DeviceGoneError if a process has ended."""
+        step, self._step = self._step, None
+        assert step is not None, "no step was submitted"
+        result = self._reply(step)
+        assert isinstance(result, StepResult)
+        return result
+
+    def close(self) -> None:
+        self._end("the device is closed")
+        for each in self._ranks:
+            each.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._arena.close()
+
+    # -- start and end ----------------------------------------------------------------
+
+    def _new_process(self, rank: int) -> DeviceProcess:
+        return DeviceProcess(
+            lambda message: self._messages.put((rank, message)),
+            partial(self._note_end, rank),
+            arguments=[str(self._arena.fd), str(rank), str(self._size)],
+            inherited=[self._arena.fd],
+        )
+
+    def _start(self, settings: DeviceSettings, progress: LoadProgress | None) -> DeviceInfo:
+        """Have rank 0 prepare the kernels alone, then all ranks load the model together."""
+        infos, errors = dict[int, DeviceInfo](), dict[int, Exception]()
+        asked = self._ranks[:1]
+        asked[0].send(settings)
+        while len(infos) + len(errors) < len(asked):
+            rank, message = self._messages.get()
+            if isinstance(message, KernelsPrepared):
+                asked = self._ranks
+                for each in asked[1:]:
+                    each.send(settings)
+            elif isinstance(message, Started):
+                infos[rank] = message.info
+            elif isinstance(message, Raised):
+                errors[rank] = message.error()
+            elif message is None and rank not in errors:
+                raise DeviceGoneError(f"{self._named(rank)} has ended before it was ready")
+            elif isinstance(message, LoadingProgress) and rank == 0 and progress is not None:
+                progress(message.stage, message.done, message.total)
+        if errors:
+            raise _error_of(errors, len(asked))
+        _check_alike(infos)
+        with self._lock:
+            self._has_started = True
+        for rank, each in enumerate(self._ranks):
+            if each.has_ended:
+                raise DeviceGoneError(f"{self._named(rank)} has ended")
+        return infos[0]
+
+    def _note_end(self, rank: int) -> None:
+        """End the group, since a rank has ended."""
+        with self._lock:
+            # Before that, the other ranks may still say why.
+            if not self._has_started:
+                return
+        self._end(self._ranks[rank].why_group_ends or f"{self._named(rank)} has ended")
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            if self._gone:
+                return
+            self._gone = reason
+        self._arena.end(reason)
+        for each in self._ranks:
+            each.kill()
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} (process {self._ranks[rank].pid})"
+
+    # -- calls ------------------------------------------------------------------------
+
+    def _call(self, command: Command | StepBatch) -> "_Sent":
+        """Send a call to all ranks, after those that came before on all of them."""
+        with self._sending:
+            if self._gone:
+                raise DeviceGoneError(self._gone)
+            number = next(self._numbers)
+            frame = framed(Call(number, command))
+            try:
+                return _Sent(number, command, tuple([each.call(number, frame) for each in self._ranks]))
+            except DeviceGoneError as error:
+                raise self._gone_error(error) from None
+            except BaseException:
+                self._end("a call was interrupted when some of the ranks had it")
+                raise
+
+    def _reply(self, sent: "_Sent") -> Reply | StepResult:
+        """Wait for the answers to a call, and return that of rank 0."""
+        if not sent.answers:
+            raise DeviceGoneError(self._gone)
+        first, is_beside = sent.answers[0], isinstance(sent.command, BESIDE_STEPS_OF_RANKS)
+        if not is_beside and first.exception() is None and not _has_failed(reply := first.result()):
+            for each in self._ranks[1:]:
+                each.forget(sent.number)
+            return reply
+        errors = dict[int, BaseException]()
+        for rank, answer in enumerate(sent.answers):
+            error = answer.exception()
+            if isinstance(error, DeviceGoneError | RankGoneError):
+                raise self._gone_error(error)
+            if error is not None:
+                errors[rank] = error
+        if not errors:
+            return first.result()
+        if is_beside and len(errors) < self._size and not isinstance(sent.command, StepBatch):
+            for inverse in inverses_of(sent.command):
+                self.execute(inverse)
+        raise _error_of(errors, self._size)
+
+    def _gone_error(self, error: BaseException) -> DeviceGoneError:
+        """Return why the group has ended, of which this error may be a consequence."""
+        return DeviceGoneError(self._gone or str(error))
+
+
+class _Sent(NamedTuple):
+    """A call that the ranks were sent."""
+
+    number: int
+    command: Command | StepBatch
+    answers: tuple[Answer, ...]
+    """Of each rank; none if the group had ended."""
+
+
+def _has_failed(reply: Reply | StepResult) -> bool:
+    return isinstance(reply, StepResult) and reply.failure is not None
+
+
+def _error_of(errors: Mapping[int, BaseException], num_ranks: int) -> BaseException:
+    """Return the error of the lowest rank that failed by itself, rather than since another had."""
+    own = {rank: error for rank, error in errors.items() if not isinstance(error, RankError)}
+    own = own or dict(errors)
+    rank = min(own)
+    kinds = {(type(error), str(error)) for error in own.values()}
+    if len(kinds) == 1 and len(own) == num_ranks:
+        return own[rank]
+    return type(own[rank])(f"{own[rank]} (on rank {rank})")
+
+
+def _check_alike(infos: Mapping[int, DeviceInfo]) -> None:
+    """Raise RankError if ranks do not have the same pages, or compute differently."""
+    for rank, info in infos.items():
+        for name in _SAME:
+            mine, its = getattr(infos[0], name), getattr(info, name)
+            if mine != its:
+                raise RankError(f"ranks 0 and {rank} differ: {name} is {mine} and {its}; all ranks must have the same")

@@ -1,0 +1,45 @@
+"""What takes a command back: a command that fails on one rank of a group is undone on those ranks where it was done."""
+
+from coserve.devices.job_messages import (
+    BeginPack,
+    CloseTrainer,
+    DropCheckpoint,
+    DropPack,
+    DropTrainer,
+    OpenTrainer,
+    PublishVersion,
+    TakeCheckpoint,
+)
+from coserve.devices.messages import (
+    CloseGrammar,
+    CloseRequest,
+    Command,
+    DropVersion,
+    OpenGrammar,
+    OpenRequest,
+    OpenVersion,
+)
+
+
+def inverses_of(command: Command) -> tuple[Command, ...]:
+    """Return the commands that take a command back, in order; none for one that leaves nothing behind.
+
+    `TakeContribution` and `CombineContributions` are not taken back: whoever asks again gets what is there already,
+    and the others do what is missing.
+    """
+    match command:
+        case OpenRequest():
+            return (CloseRequest(command.request),)
+        case OpenGrammar():
+            return (CloseGrammar(command.grammar),)
+        case OpenVersion():
+            return (DropVersion(command.version),)
+        case OpenTrainer():
+            return CloseTrainer(command.job), DropTrainer(command.job)
+        case BeginPack():
+            return (DropPack(command.job),)
+        case PublishVersion():
+            return (DropVersion(command.version),)
+        case TakeCheckpoint():
+            return (DropCheckpoint(command.checkpoint),)
+    return ()
