@@ -18,8 +18,9 @@ from coserve.memory.host_pages import HostPages
 from coserve.memory.paged_kv import PagedKv, kv_page_bytes
 from coserve.memory.paged_states import num_state_pages
 from coserve.models.backbone import Backbone
-from coserve.models.batch import Span, forward, logits
+from coserve.models.batch import Span, forward
 from coserve.models.bypasses import Bypasses
+from coserve.models.head import logits
 from coserve.tuning.captured import CapturedWindows
 from coserve.tuning.config import OptimizerConfig
 from coserve.tuning.joined import joined_tasklet

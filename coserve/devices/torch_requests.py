@@ -23,8 +23,9 @@ from coserve.kernels.attention import PageTables
 from coserve.kernels.transfer import int_tensor, on_device
 from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
-from coserve.models.batch import Span, final_states, logits
+from coserve.models.batch import Span
 from coserve.models.bypasses import Bypasses
+from coserve.models.head import final_states, logits
 from coserve.tuning.objective import chunk_rows
 
 # The name under which PyTorch's profiler shows how tokens are chosen.

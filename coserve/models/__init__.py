@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coserve.models.backbone import Backbone, load_backbone
-    from coserve.models.batch import Span, forward, logits
+    from coserve.models.batch import Span, forward
+    from coserve.models.head import logits
     from coserve.models.sequence import CachedSequence
 
 _MODULE = {
     **dict.fromkeys(("Backbone", "load_backbone"), "coserve.models.backbone"),
-    **dict.fromkeys(("Span", "forward", "logits"), "coserve.models.batch"),
+    **dict.fromkeys(("Span", "forward"), "coserve.models.batch"),
+    "logits": "coserve.models.head",
     "CachedSequence": "coserve.models.sequence",
 }
 __all__ = ["Backbone", "CachedSequence", "Span", "forward", "load_backbone", "logits"]

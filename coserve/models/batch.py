@@ -11,13 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from math import inf
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from coserve.graph.execute import run_graph, run_node, run_nodes
+from coserve.graph.execute import run_graph, run_node
 from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import AttentionRows, Context
 from coserve.graph.states import StateRows
@@ -148,66 +147,7 @@ def forward_part(backbone: Backbone, spans: Sequence[Span], part: Part, x: Tenso
     return _Batch(backbone, spans).run(part, x)
 
 
-def logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypasses | None]] = ()) -> Tensor:
-    """Return the head's logits of rows of any adapters: [n, hidden_size] -> [n, vocab_size] in the compute dtype.
-
-    Where adapters have vocabularies of their own, vocab_size is the largest of theirs and the backbone's, so that it
-    is never less than the backbone's, and tokens that a row's model does not have get -inf.
-
-    users: (number of rows, their adapter's bypasses or None), in the order of the rows; none: all rows use the bare
-    model.
-    """
-    assert not users or sum(num_rows for num_rows, _ in users) == hidden.shape[0], "the users' rows are all the rows"
-    vocab_size = backbone.architecture.vocab_size
-    if all(bypasses is None or bypasses.vocab_size == vocab_size for _, bypasses in users):
-        return _logits(backbone, hidden, users)
-    return _logits_of_vocabularies(backbone, hidden, users)
-
-
-def _logits_of_vocabularies(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypasses | None]]) -> Tensor:
-    """Run the rows of each adapter whose vocabulary is another than the backbone's apart, and all others at once."""
-    vocab_size, start = backbone.architecture.vocab_size, 0
-    groups: dict[Bypasses | None, tuple[list[int], list[tuple[int, Bypasses | None]]]] = {}
-    for num_rows, bypasses in users:
-        is_apart = bypasses is not None and bypasses.vocab_size != vocab_size
-        rows, own = groups.setdefault(bypasses if is_apart else None, ([], []))
-        rows.extend(range(start, start + num_rows))
-        own.append((num_rows, bypasses))
-        start += num_rows
-    sizes = [vocab_size if bypasses is None else bypasses.vocab_size for bypasses in groups]
-    found = torch.full((start, max(vocab_size, *sizes)), -inf, dtype=hidden.dtype, device=hidden.device)
-    for size, (rows, own) in zip(sizes, groups.values(), strict=True):
-        places = torch.tensor(rows, device=hidden.device)
-        found[places, :size] = _logits(backbone, hidden[places], own)
-    return found
-
-
-def _logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypasses | None]]) -> Tensor:
-    """Run the head on rows that all have as many logits; see `logits`."""
-    adapters = RowAdapters(
-        [(num_rows, bypasses, None) for num_rows, bypasses in users], backbone.device, apart=bool(backbone.block_rows)
-    )
-    context, values = _context(backbone), {"x": hidden}
-    graph, runs = backbone.local.graphs["head"], backbone.local.place_runs["head"]
-    weights, num_rows = backbone.weights["head"], hidden.shape[0]
-    after = _AfterNode("head", graph, (), adapters, runs, weights, context, num_rows)
-    run_graph(graph, values, weights, context, after, after.bypasses.run_nodes if after.bypasses.run_any else None)
-    return values[graph.outputs[0]]
-
-
-def final_states(backbone: Backbone, hidden: Tensor) -> Tensor:
-    """Rows as the last linear layer of the head reads them, after the final norm: [n, hidden_size] -> [n, width]."""
-    graph, values = backbone.local.graphs["head"], {"x": hidden}
-    context = _context(backbone)
-    last = graph.node["lm_head"]
-    for run in graph.runs:
-        if last in run:
-            break
-        values.update(run_nodes(run, values, backbone.weights["head"], context))
-    return values[last.input["x"]]
-
-
-def _context(backbone: Backbone) -> Context:
+def row_context(backbone: Backbone) -> Context:
     """Return what row-wise operators need."""
     return Context(backend=backbone.backend, block_rows=backbone.block_rows, group=backbone.group)
 
@@ -253,7 +193,7 @@ class _Batch:
         )
         runs, weights = backbone.local.place_runs[part], backbone.weights[part]
         num_rows = self._keepers[-1].rows.stop
-        after = _AfterNode(part, graph, self._keepers, self._adapters, runs, weights, context, num_rows)
+        after = AfterNode(part, graph, self._keepers, self._adapters, runs, weights, context, num_rows)
         values: dict[str, Tensor] = dict(self._constants)
         if x is not None:
             values["x"] = x
@@ -342,7 +282,7 @@ class _Savers:
                 saved.keep.rows[sign].copy_(packed[sign])
 
 
-class _AfterNode:
+class AfterNode:
     """What happens after each node of a part: bypasses add to its output (of nodes that run at once, after the first
     of them), then what is kept of it is saved.
     """
