@@ -20,7 +20,9 @@ _NUM_COMPILING = 2
 class DeviceGrammars:
     """Compiles each grammar once, on threads with a large stack, and no grammar that has not passed a sandbox."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiles: bool = True) -> None:
+        """compiles: False on a rank that chooses no tokens, which keeps neither vocabulary nor grammars."""
+        self._compiles = compiles
         self._compiler: GrammarCompiler | None = None
         self._checker: GrammarChecker | None = None
         # By grammar: the compiled form, and its bytes.
@@ -30,6 +32,8 @@ class DeviceGrammars:
 
     def use(self, vocabulary: Vocabulary) -> None:
         """Carry out `SetVocabulary`."""
+        if not self._compiles:
+            return
         if self._compiler is None or self._compiler.vocabulary != vocabulary:
             compiler = GrammarCompiler(vocabulary)
             with self._lock:
@@ -44,6 +48,8 @@ class DeviceGrammars:
 
     def open(self, grammar: Grammar, max_states: int = MAX_STATES) -> int:
         """Carry out `OpenGrammar`, and return the bytes that the grammar takes before texts follow it."""
+        if not self._compiles:
+            return 0
         return self._opened(grammar, max_states)[1]
 
     def close(self, grammar: Grammar) -> None:

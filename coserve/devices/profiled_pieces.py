@@ -20,7 +20,7 @@ from coserve.memory.paged_states import num_state_pages
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, forward
 from coserve.models.bypasses import Bypasses
-from coserve.models.head import logits
+from coserve.models.head import likeliest_on_rank_0, logits_on_rank_0
 from coserve.tuning.captured import CapturedWindows
 from coserve.tuning.config import OptimizerConfig
 from coserve.tuning.joined import joined_tasklet
@@ -165,17 +165,28 @@ class ProfiledPieces:
         hidden, backbone = self._hidden(rows), self.backbone
         mask = b"\x55" * (-(-backbone.architecture.vocab_size // 32) * 4) if is_masked else b""
         chosen = [SamplingRow(params=SamplingParams(temperature=temperature), seed=0, mask=mask) for _ in range(rows)]
-        return self._time(
-            ("head", rows, temperature, is_masked), lambda: sample(logits(backbone, hidden), chosen, backbone.backend)
-        )
+        if backbone.group.size > 1 and not (temperature or is_masked):
+            return self._time(("head", rows, temperature, is_masked), lambda: likeliest_on_rank_0(backbone, hidden))
+
+        def choose() -> None:
+            scores = logits_on_rank_0(backbone, hidden)
+            if scores is not None:
+                sample(scores, chosen, backbone.backend)
+
+        return self._time(("head", rows, temperature, is_masked), choose)
 
     def score(self, rows: int) -> Timing:
         """Time log-probabilities of the next tokens of a prompt's rows."""
         hidden, most = self._hidden(rows), chunk_rows(self.backbone.architecture.vocab_size, torch.float32)
         pieces = [hidden[start : start + most] for start in range(0, rows, most)]
-        return self._time(
-            ("score", rows), lambda: [logits(self.backbone, some).float().log_softmax(-1) for some in pieces]
-        )
+
+        def score() -> None:
+            for some in pieces:
+                scores = logits_on_rank_0(self.backbone, some)
+                if scores is not None:
+                    scores.float().log_softmax(-1)
+
+        return self._time(("score", rows), score)
 
     def loss(self, rows: int) -> Timing:
         """Time trained rows through the loss, forward and backward."""

@@ -140,6 +140,12 @@ class SamplingParams:
         """Whether tokens that were used before weigh less (or more)."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
+    @cached_property
+    def takes_likeliest(self) -> bool:
+        """Whether the token is that of the largest logit, and nothing else of the logits is asked for."""
+        changes = self.penalizes or self.biases or self.grammar is not None
+        return not (self.draws or changes or self.logprobs is not None)
+
     def _number(self, name: str, least: float, most: float, *, above: bool = False) -> None:
         value = getattr(self, name)
         if not is_number(value) or not least <= value <= most or (above and value == least):

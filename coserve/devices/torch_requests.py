@@ -1,4 +1,8 @@
-"""Requests on a torch device: their pages, the rows that they run, the tokens that are chosen for them."""
+"""Requests on a torch device: their pages, the rows that they run, the tokens that are chosen for them.
+
+Of several ranks that hold a model together, rank 0 alone chooses tokens and scores prompts. The others run the same
+rows, keep no tokens, and learn what was chosen from the rows of the next step.
+"""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -7,16 +11,15 @@ from itertools import accumulate, groupby
 from math import nan
 
 import torch
-from msgspec import structs
 from torch import Tensor
 from torch.profiler import record_function
 
 from coserve.adapters.base import Adapter
 from coserve.devices.device_grammars import DeviceGrammars
-from coserve.devices.grammar import CANNOT_FOLLOW
 from coserve.devices.matching import Matcher
 from coserve.devices.messages import OpenRequest
 from coserve.devices.readout import Pending, Readout
+from coserve.devices.requests_result import Lines, RequestsResult, score_rows
 from coserve.devices.sampling import SampledParams, SamplingRow, TokenCounts, sample
 from coserve.devices.step_messages import RequestRows, TokenLogprob
 from coserve.kernels.attention import PageTables
@@ -25,7 +28,7 @@ from coserve.memory.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Span
 from coserve.models.bypasses import Bypasses
-from coserve.models.head import final_states, logits
+from coserve.models.head import final_states, likeliest_on_rank_0, logits_on_rank_0
 from coserve.tuning.objective import chunk_rows
 
 # The name under which PyTorch's profiler shows how tokens are chosen.
@@ -35,23 +38,27 @@ SAMPLING = "sampling"
 class RequestHandle:
     """A request as a device keeps it. pages: its page table. vocab_size: of its model."""
 
-    def __init__(self, command: OpenRequest, grammars: DeviceGrammars, vocab_size: int) -> None:
+    def __init__(
+        self, command: OpenRequest, grammars: DeviceGrammars, vocab_size: int, *, samples: bool = True
+    ) -> None:
+        """samples: whether this rank chooses its tokens, and so keeps what they depend on."""
         self.vocab_size = vocab_size
         self.params, self.seed, self.version = command.params, command.seed, command.version
         self.pages = array("q", command.pages)
         self.counts: TokenCounts | None = None
+        self.matcher: Matcher | None = None
+        # What no later token changes need not be made again for each.
+        self.constant_row: SamplingRow | None = None
+        if not samples:
+            return
         if command.params.penalizes:
             self.counts = TokenCounts(command.prompt)
             for token in command.output:
                 self.counts.add(token)
-        grammar = command.params.grammar
-        self.matcher: Matcher | None = None
-        if grammar is not None:
+        if (grammar := command.params.grammar) is not None:
             self.matcher = grammars.matcher(grammar, command.output, vocab_size)
-
-        # What no later token changes need not be made again for each.
-        is_constant = not self.follows and not command.params.draws
-        self.constant_row = SamplingRow(params=self.params, seed=self.seed) if is_constant else None
+        if not self.follows and not command.params.draws:
+            self.constant_row = SamplingRow(params=self.params, seed=self.seed)
 
     @property
     def follows(self) -> bool:
@@ -79,6 +86,10 @@ class RequestHandle:
             self.matcher.accept(token)
 
 
+# The last row that a request runs in a step, counted among the rows of all, and what the step says of it.
+_LastRow = tuple[int, RequestRows]
+
+
 class _Rows:
     """Requests that have rows in a step, in this order, with what is the same in every step of theirs."""
 
@@ -100,13 +111,18 @@ class _Samplers(_Rows):
     ) -> None:
         """vocab_size: of the backbone."""
         super().__init__(ids, handles)
-        sizes = [handle.vocab_size for handle in handles]
-        own = sizes if any(size != vocab_size for size in sizes) else ()
-        self.params = SampledParams([handle.params for handle in handles], device, own)
+        self._device, self._vocab_size = device, vocab_size
         self.followed = [(place, handle) for place, handle in enumerate(handles) if handle.follows]
         self.embedded = [place for place, handle in enumerate(handles) if handle.params.embeds]
         found = [handle.constant_row for handle in handles]
         self._constant = [row for row in found if row is not None] if None not in found else None
+
+    @cached_property
+    def params(self) -> SampledParams:
+        """How their tokens are chosen; for the rank that chooses them."""
+        sizes = [handle.vocab_size for handle in self.handles]
+        own = sizes if any(size != self._vocab_size for size in sizes) else ()
+        return SampledParams([handle.params for handle in self.handles], self._device, own)
 
     def sampling_rows(self, sampled: Sequence[RequestRows]) -> Sequence[SamplingRow]:
         """How the tokens after these rows of theirs are to be chosen."""
@@ -129,15 +145,19 @@ class TorchRequests:
         self._handles: dict[str, RequestHandle] = {}
         # Those of the last step; the same requests decode step after step, until one comes or goes.
         self._rows: _Rows | None = None
-        self._samplers: _Samplers | None = None
-        self.grammars = DeviceGrammars()
+        self._samplers: dict[bool, _Samplers] = {}  # by whether the likeliest token is all that is asked for
+        group = pages.backbone.group
+        self._is_divided, self._samples = group.size > 1, group.rank == 0
+        self.grammars = DeviceGrammars(compiles=self._samples)
 
     def open(self, command: OpenRequest) -> None:
         """Carry out `OpenRequest`."""
         architecture = self._backbone.architecture
         if command.version:
             architecture = self._versions[command.version].architecture
-        self._handles[command.request] = RequestHandle(command, self.grammars, architecture.vocab_size)
+        self._handles[command.request] = RequestHandle(
+            command, self.grammars, architecture.vocab_size, samples=self._samples
+        )
         self._forget()
 
     def close(self, request: str) -> None:
@@ -145,7 +165,8 @@ class TorchRequests:
         self._forget()
 
     def _forget(self) -> None:
-        self._rows, self._samplers = None, None
+        self._rows = None
+        self._samplers.clear()
 
     def _forget_tables(self) -> None:
         if self._rows is not None:
@@ -178,50 +199,78 @@ class TorchRequests:
             [(number, self._bypasses(version)) for version, number in self._rows.by_version],
         )
 
-    def finish(self, hidden: Tensor, requests: Sequence[RequestRows], readout: Readout) -> "RequestsResult":
+    def finish(self, hidden: Tensor, requests: Sequence[RequestRows], readout: Readout) -> RequestsResult:
         """Choose tokens and score prompts after the requests' rows, which are the first of hidden [n, hidden_size]."""
         ends = list(accumulate([len(rows.tokens) for rows in requests]))
-        sampled = [rows for rows in requests if rows.samples]
-        last_rows = [end - 1 for end, rows in zip(ends, requests, strict=True) if rows.samples]
-        samplers = self._those_of(sampled)
+        sampled = [(end - 1, rows) for end, rows in zip(ends, requests, strict=True) if rows.samples]
+        likeliest, others = self._by_choice(sampled)
+        takers, samplers = self._those_of(likeliest, are_takers=True), self._those_of(others, are_takers=False)
         return RequestsResult(
-            self._sample(hidden, last_rows, sampled, samplers, readout),
+            (
+                self._take_likeliest(hidden, likeliest, takers, readout),
+                self._sample(hidden, others, samplers, readout),
+            ),
             self._score_prompts(hidden, ends, requests, readout),
             samplers.matchers,
-            {
-                samplers.ids[place]: readout.add(final_states(self._backbone, hidden[last_rows[place], None]))
-                for place in samplers.embedded
-            },
+            self._embeddings(hidden, likeliest, takers, readout) | self._embeddings(hidden, others, samplers, readout),
         )
 
-    def _those_of(self, sampled: Sequence[RequestRows]) -> _Samplers:
+    def _by_choice(self, sampled: Sequence[_LastRow]) -> tuple[Sequence[_LastRow], Sequence[_LastRow]]:
+        """Return the rows of which ranks exchange their likeliest tokens, and those whose whole logits rank 0 needs."""
+        if not self._is_divided:
+            return (), sampled
+        takes = [self._handles[rows.request].params.takes_likeliest and not rows.forbidden for _, rows in sampled]
+        likeliest = [each for each, is_taker in zip(sampled, takes, strict=True) if is_taker]
+        return likeliest, [each for each, is_taker in zip(sampled, takes, strict=True) if not is_taker]
+
+    def _those_of(self, sampled: Sequence[_LastRow], *, are_takers: bool) -> _Samplers:
         """The requests of these rows: those of the step before, unless they are others, or one has come or gone."""
-        ids = [rows.request for rows in sampled]
-        if self._samplers is None or ids != self._samplers.ids:
+        ids = [rows.request for _, rows in sampled]
+        found = self._samplers.get(are_takers)
+        if found is None or ids != found.ids:
             handles = [self._handles[request] for request in ids]
             vocab_size = self._backbone.architecture.vocab_size
-            self._samplers = _Samplers(ids, handles, self._backbone.device, vocab_size)
-        return self._samplers
+            found = self._samplers[are_takers] = _Samplers(ids, handles, self._backbone.device, vocab_size)
+        return found
 
     def _bypasses(self, version: str) -> Bypasses | None:
         return self._versions[version].bypasses() if version else None
 
-    def _sample(
-        self,
-        hidden: Tensor,
-        last_rows: Sequence[int],
-        sampled: Sequence[RequestRows],
-        samplers: _Samplers,
-        readout: Readout,
+    def _last_rows(
+        self, hidden: Tensor, sampled: Sequence[_LastRow], samplers: _Samplers
+    ) -> tuple[Tensor, list[tuple[int, Bypasses | None]]]:
+        """Return the rows after which tokens are chosen, and their adapters."""
+        rows = hidden[on_device(int_tensor([row for row, _ in sampled]), hidden.device)]
+        return rows, [(num_rows, self._bypasses(version)) for version, num_rows in samplers.by_version]
+
+    def _take_likeliest(
+        self, hidden: Tensor, sampled: Sequence[_LastRow], samplers: _Samplers, readout: Readout
     ) -> Callable[[], dict[str, TokenLogprob]]:
+        """Choose tokens of rows that ask for the likeliest and nothing else."""
         if not sampled:
             return dict
-        users = [(num_rows, self._bypasses(version)) for version, num_rows in samplers.by_version]
-        scores = logits(self._backbone, hidden[on_device(int_tensor(last_rows), hidden.device)], users)
-        points = samplers.sampling_rows(sampled)
+        tokens = likeliest_on_rank_0(self._backbone, *self._last_rows(hidden, sampled, samplers))
+        if tokens is None:
+            return dict
+        read = readout.add(tokens)
+        return lambda: {
+            request: TokenLogprob(token=token, logprob=nan)
+            for request, token in zip(samplers.ids, read.ints(), strict=True)
+        }
+
+    def _sample(
+        self, hidden: Tensor, sampled: Sequence[_LastRow], samplers: _Samplers, readout: Readout
+    ) -> Callable[[], dict[str, TokenLogprob]]:
+        """Choose tokens of any rows."""
+        if not sampled:
+            return dict
+        scores = logits_on_rank_0(self._backbone, *self._last_rows(hidden, sampled, samplers))
+        if scores is None:
+            return dict
+        points = samplers.sampling_rows([rows for _, rows in sampled])
         with record_function(SAMPLING):
             chosen = sample(scores, points, self._backbone.backend, samplers.params)
-        read = _Lines(readout, chosen.tokens, chosen.logprobs, chosen.top_tokens, chosen.top_logprobs)
+        read = Lines(readout, chosen.tokens, chosen.logprobs, chosen.top_tokens, chosen.top_logprobs)
 
         def result() -> dict[str, TokenLogprob]:
             lines = read.lines(samplers.params.num_top)
@@ -231,10 +280,24 @@ class TorchRequests:
 
         return result
 
+    def _embeddings(
+        self, hidden: Tensor, sampled: Sequence[_LastRow], samplers: _Samplers, readout: Readout
+    ) -> dict[str, Pending]:
+        """Return the states of requests that ask for them; on rank 0."""
+        found: dict[str, Pending] = {}
+        for place in samplers.embedded:
+            states = final_states(self._backbone, hidden[sampled[place][0], None])
+            if self._samples:
+                found[samplers.ids[place]] = readout.add(states)
+        return found
+
     def _score_prompts(
         self, hidden: Tensor, ends: Sequence[int], requests: Sequence[RequestRows], readout: Readout
     ) -> dict[str, list[Callable[[], list[TokenLogprob]]]]:
-        """Log-probabilities of prompts' tokens, a chunk of rows at a time: the logits of all never exist at once."""
+        """Return the log-probabilities of prompts' tokens, on rank 0.
+
+        A chunk of rows at a time: the logits of all never exist at once.
+        """
         most = chunk_rows(self._backbone.architecture.vocab_size, torch.float32)
         found: dict[str, list[Callable[[], list[TokenLogprob]]]] = {}
         for end, rows in [(end, rows) for end, rows in zip(ends, requests, strict=True) if rows.targets]:
@@ -243,86 +306,14 @@ class TorchRequests:
             for start in range(0, len(rows.targets), most):
                 targets = rows.targets[start : start + most]
                 some = slice(first + start, first + start + len(targets))
-                scores = logits(self._backbone, hidden[some], [(len(targets), self._bypasses(handle.version))])
+                users = [(len(targets), self._bypasses(handle.version))]
+                scores = logits_on_rank_0(self._backbone, hidden[some], users)
+                if scores is None:
+                    continue
                 k = min(handle.params.prompt_logprobs or 0, handle.vocab_size)
-                found.setdefault(rows.request, []).append(_score(scores, targets, k, readout))
+                found.setdefault(rows.request, []).append(score_rows(scores, targets, k, readout))
         return found
 
     @property
     def _backbone(self) -> Backbone:
         return self._pages.backbone
-
-
-class RequestsResult:
-    """What came of requests' rows; to be asked when the step's numbers have been read."""
-
-    def __init__(
-        self,
-        tokens: Callable[[], dict[str, TokenLogprob]],
-        prompts: Mapping[str, Sequence[Callable[[], list[TokenLogprob]]]],
-        matchers: Mapping[str, Matcher],
-        embeddings: Mapping[str, Pending],
-    ) -> None:
-        self._tokens, self._prompts, self._matchers = tokens, prompts, matchers
-        self._embeddings = embeddings
-
-    def tokens(self) -> dict[str, TokenLogprob]:
-        """Of those that sampled; the tokens count as used from now on. To be asked once."""
-        return self._tokens()
-
-    def ended(self) -> tuple[str, ...]:
-        """Of those that sampled, whose grammar lets nothing follow; after `tokens`."""
-        return tuple([request for request, matcher in self._matchers.items() if matcher.has_ended])
-
-    def refused(self) -> dict[str, str]:
-        """Those for which no token could be chosen, with the reason."""
-        return {
-            request: f"{CANNOT_FOLLOW}{matcher.error}"
-            for request, matcher in self._matchers.items()
-            if matcher.error is not None
-        }
-
-    def embeddings(self) -> dict[str, tuple[float, ...]]:
-        """Of those that ask for them."""
-        return {request: tuple(pending.floats()) for request, pending in self._embeddings.items()}
-
-    def prompts(self) -> dict[str, tuple[TokenLogprob, ...]]:
-        """Of those whose prompts were scored."""
-        return {request: tuple(one for chunk in chunks for one in chunk()) for request, chunks in self._prompts.items()}
-
-
-def _score(scores: Tensor, targets: Sequence[int], k: int, readout: Readout) -> Callable[[], list[TokenLogprob]]:
-    """Log-probabilities and ranks of a token in each row of scores [n, vocab_size], and the k likeliest."""
-    logprobs = scores.float().log_softmax(-1)
-    tokens = on_device(targets, scores.device)
-    own = logprobs.gather(1, tokens[:, None])
-    values, places = logprobs.topk(k)
-    read = _Lines(readout, tokens, own[:, 0], places, values)
-    ranks = readout.add((logprobs >= own).sum(-1))
-    return lambda: [
-        structs.replace(line, rank=rank)
-        for line, rank in zip(read.lines([k] * len(targets)), ranks.ints(), strict=True)
-    ]
-
-
-class _Lines:
-    """Tokens [n] with their logprobs [n] (or [0]: none), and the likeliest [n, k] with theirs, of some rows."""
-
-    def __init__(
-        self, readout: Readout, tokens: Tensor, logprobs: Tensor, top_tokens: Tensor, top_logprobs: Tensor
-    ) -> None:
-        self._tokens, self._logprobs = readout.add(tokens), readout.add(logprobs)
-        self._top_tokens, self._top_logprobs = readout.add(top_tokens), readout.add(top_logprobs)
-
-    def lines(self, numbers: Sequence[int]) -> list[TokenLogprob]:
-        """What was read; numbers: how many of the likeliest each row asked for."""
-        tokens = self._tokens.ints()
-        logprobs = self._logprobs.floats() or [nan] * len(tokens)
-        if not any(numbers):
-            return [TokenLogprob(token=token, logprob=logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
-        likeliest = list(zip(self._top_tokens.ints(), self._top_logprobs.floats(), strict=True))
-        k = len(likeliest) // max(1, len(tokens))
-        return [
-            TokenLogprob(token=token, logprob=logprob, top=tuple(likeliest[row * k : row * k + min(number, k)]))
-            for row, (token, logprob, number) in enumerate(zip(tokens, logprobs, numbers, strict=True))
-        ]

@@ -10,11 +10,12 @@ import torch
 from coserve.devices.other_models import OtherModels
 from coserve.devices.out_of_memory import memory_errors
 from coserve.devices.readout import Pending, Readout
+from coserve.devices.requests_result import RequestsResult
 from coserve.devices.sides import Sides
 from coserve.devices.step_messages import LossRows, PackSums, StepBatch, StepFailure, StepResult, Tasklets
 from coserve.devices.tasklet_turns import tasklet_turns
 from coserve.devices.timing import StepTimer, step_timer
-from coserve.devices.torch_requests import RequestsResult, TorchRequests
+from coserve.devices.torch_requests import TorchRequests
 from coserve.devices.torch_trainer import TorchTrainer
 from coserve.errors import DeviceMemoryError, WeightsError
 from coserve.memory.host_pages import HostPages

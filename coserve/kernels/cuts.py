@@ -44,6 +44,10 @@ class Cut:
         """Return the number of entries that each rank holds."""
         return sum(run.stop - run.start for run in self.runs[0])
 
+    def num_held(self, rank: int) -> int:
+        """Return how many entries of the whole a rank holds: fewer than `local` where its piece is padded."""
+        return sum(max(0, min(run.stop, self.width) - run.start) for run in self.runs[rank])
+
     @cached_property
     def copies(self) -> tuple[int, int]:
         """Return the smallest and the largest number of ranks that hold the same entry.

@@ -1,4 +1,8 @@
-"""The head of the model on rows of any adapters: logits, and the states that they are made of."""
+"""The head of the model on rows of any adapters: logits, and the states that they are made of.
+
+Ranks divide the vocabulary, so that each has the logits of some tokens. Rank 0 alone chooses tokens: all logits of a
+row go there or, where the likeliest token is all that is asked for, only each rank's likeliest.
+"""
 
 from collections.abc import Sequence
 from math import inf
@@ -7,28 +11,112 @@ import torch
 from torch import Tensor
 
 from coserve.graph.execute import run_graph, run_nodes
+from coserve.graph.ir import Graph
+from coserve.kernels.cuts import Cut
 from coserve.models.backbone import Backbone
 from coserve.models.batch import AfterNode, row_context
 from coserve.models.bypasses import Bypasses, RowAdapters
 
+Users = Sequence[tuple[int, Bypasses | None]]
 
-def logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypasses | None]] = ()) -> Tensor:
+
+def logits(backbone: Backbone, hidden: Tensor, users: Users = ()) -> Tensor:
     """Return the head's logits of rows of any adapters: [n, hidden_size] -> [n, vocab_size] in the compute dtype.
 
     Where adapters have vocabularies of their own, vocab_size is the largest of theirs and the backbone's, so that it
     is never less than the backbone's, and tokens that a row's model does not have get -inf.
 
-    users: (number of rows, their adapter's bypasses or None), in the order of the rows; none: all rows use the bare
-    model.
+    Args:
+        backbone: the model; of several ranks, all call this and have the result.
+        hidden: rows as the last block gives them.
+        users: (number of rows, their adapter's bypasses or None), in the order of the rows; none: all rows use the
+            bare model.
     """
     assert not users or sum(num_rows for num_rows, _ in users) == hidden.shape[0], "the users' rows are all the rows"
-    vocab_size = backbone.architecture.vocab_size
-    if all(bypasses is None or bypasses.vocab_size == vocab_size for _, bypasses in users):
-        return _logits(backbone, hidden, users)
+    if _have_one_vocabulary(backbone, users):
+        return _run_head(backbone, backbone.local.graphs["head"], hidden, users)
     return _logits_of_vocabularies(backbone, hidden, users)
 
 
-def _logits_of_vocabularies(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypasses | None]]) -> Tensor:
+def logits_on_rank_0(backbone: Backbone, hidden: Tensor, users: Users = ()) -> Tensor | None:
+    """Return the logits on rank 0, and None on all others; see `logits`. All ranks call this."""
+    if backbone.group.size == 1:
+        return logits(backbone, hidden, users)
+    own, cut = _own_logits(backbone, hidden, users)
+    pieces = backbone.group.gather(own, 0, "logits")
+    if pieces is None:
+        return None
+    whole = own.new_empty(own.shape[0], cut.width)
+    for rank, piece in enumerate(pieces):
+        cut.put(whole, piece, rank)
+    return whole
+
+
+def likeliest_on_rank_0(backbone: Backbone, hidden: Tensor, users: Users = ()) -> Tensor | None:
+    """Return the likeliest token of each row, int64 [n], on rank 0, and None on all others; see `logits`.
+
+    All ranks call this. Of each row two numbers of each rank are gathered. Of equal logits the first token's is taken,
+    as one rank does.
+    """
+    if backbone.group.size == 1:
+        return backbone.backend.argmax(logits(backbone, hidden, users))
+    own, cut = _own_logits(backbone, hidden, users)
+    # Tokens after the last one pad the pieces of the last ranks, some of which may have no others.
+    own = own[:, : cut.num_held(backbone.group.rank)]
+    found = torch.full((own.shape[0], 2), -inf, dtype=torch.float32, device=own.device)
+    if own.shape[1]:
+        places = backbone.backend.argmax(own)
+        found[:, 0] = own.gather(1, places[:, None])[:, 0]
+        found[:, 1] = places  # exact: a piece has fewer than 2^24 tokens
+    pieces = backbone.group.gather(found, 0, "likeliest")
+    if pieces is None:
+        return None
+    rank = pieces[..., 0].argmax(0)
+    starts = torch.tensor([runs[0].start for runs in cut.runs], device=own.device)
+    return pieces[..., 1].gather(0, rank[None])[0].long() + starts[rank]
+
+
+def final_states(backbone: Backbone, hidden: Tensor) -> Tensor:
+    """Return rows as the last linear layer of the head reads them: [n, hidden_size] -> [n, width].
+
+    All ranks call this and have the result.
+    """
+    graph, values = backbone.local.graphs["head"], {"x": hidden}
+    context = row_context(backbone)
+    last = graph.node["lm_head"]
+    for run in graph.runs:
+        if last in run:
+            break
+        values.update(run_nodes(run, values, backbone.weights["head"], context))
+    return values[last.input["x"]]
+
+
+def _own_logits(backbone: Backbone, hidden: Tensor, users: Users) -> tuple[Tensor, Cut]:
+    """Return the logits of this rank's tokens, [n, local], and how ranks divide the vocabulary."""
+    assert _have_one_vocabulary(backbone, users), "such adapters are refused where ranks divide the model"
+    graph, cut = backbone.local.own_head
+    return _run_head(backbone, graph, hidden, users), cut
+
+
+def _have_one_vocabulary(backbone: Backbone, users: Users) -> bool:
+    """Return whether no adapter has another vocabulary than the backbone."""
+    vocab_size = backbone.architecture.vocab_size
+    return all(bypasses is None or bypasses.vocab_size == vocab_size for _, bypasses in users)
+
+
+def _run_head(backbone: Backbone, graph: Graph, hidden: Tensor, users: Users) -> Tensor:
+    """Run the head, or the part of it that `graph` is, on rows that all have as many logits."""
+    adapters = RowAdapters(
+        [(num_rows, bypasses, None) for num_rows, bypasses in users], backbone.device, apart=bool(backbone.block_rows)
+    )
+    context, values = row_context(backbone), {"x": hidden}
+    runs, weights, num_rows = backbone.local.place_runs["head"], backbone.weights["head"], hidden.shape[0]
+    after = AfterNode("head", graph, (), adapters, runs, weights, context, num_rows)
+    run_graph(graph, values, weights, context, after, after.bypasses.run_nodes if after.bypasses.run_any else None)
+    return values[graph.outputs[0]]
+
+
+def _logits_of_vocabularies(backbone: Backbone, hidden: Tensor, users: Users) -> Tensor:
     """Run the rows of each adapter whose vocabulary is another than the backbone's apart, and all others at once."""
     vocab_size, start = backbone.architecture.vocab_size, 0
     groups: dict[Bypasses | None, tuple[list[int], list[tuple[int, Bypasses | None]]]] = {}
@@ -40,32 +128,8 @@ def _logits_of_vocabularies(backbone: Backbone, hidden: Tensor, users: Sequence[
         start += num_rows
     sizes = [vocab_size if bypasses is None else bypasses.vocab_size for bypasses in groups]
     found = torch.full((start, max(vocab_size, *sizes)), -inf, dtype=hidden.dtype, device=hidden.device)
+    graph = backbone.local.graphs["head"]
     for size, (rows, own) in zip(sizes, groups.values(), strict=True):
         places = torch.tensor(rows, device=hidden.device)
-        found[places, :size] = _logits(backbone, hidden[places], own)
+        found[places, :size] = _run_head(backbone, graph, hidden[places], own)
     return found
-
-
-def _logits(backbone: Backbone, hidden: Tensor, users: Sequence[tuple[int, Bypasses | None]]) -> Tensor:
-    """Run the head on rows that all have as many logits."""
-    adapters = RowAdapters(
-        [(num_rows, bypasses, None) for num_rows, bypasses in users], backbone.device, apart=bool(backbone.block_rows)
-    )
-    context, values = row_context(backbone), {"x": hidden}
-    graph, runs = backbone.local.graphs["head"], backbone.local.place_runs["head"]
-    weights, num_rows = backbone.weights["head"], hidden.shape[0]
-    after = AfterNode("head", graph, (), adapters, runs, weights, context, num_rows)
-    run_graph(graph, values, weights, context, after, after.bypasses.run_nodes if after.bypasses.run_any else None)
-    return values[graph.outputs[0]]
-
-
-def final_states(backbone: Backbone, hidden: Tensor) -> Tensor:
-    """Rows as the last linear layer of the head reads them, after the final norm: [n, hidden_size] -> [n, width]."""
-    graph, values = backbone.local.graphs["head"], {"x": hidden}
-    context = row_context(backbone)
-    last = graph.node["lm_head"]
-    for run in graph.runs:
-        if last in run:
-            break
-        values.update(run_nodes(run, values, backbone.weights["head"], context))
-    return values[last.input["x"]]

@@ -13,7 +13,7 @@ from coserve.graph.ir import Graph
 from coserve.graph.layouts import WHOLE, AnyState
 from coserve.graph.parallel.placement import LocalGraph
 from coserve.graph.parallel.search import place_backbone
-from coserve.kernels.cuts import even_cut
+from coserve.kernels.cuts import Cut, even_cut
 from coserve.kernels.groups.base import Ranks
 from coserve.models.base import HEAD, Architecture, Part
 
@@ -92,6 +92,19 @@ class LocalModel:
                 for nodes in runs
             )
         return found
+
+    @cached_property
+    def own_head(self) -> tuple[Graph, Cut]:
+        """Return the head's graph up to the logits of this rank's tokens, and how ranks divide the vocabulary.
+
+        For several ranks, whose graph of the head ends with a gather of these logits.
+        """
+        head = self.graphs["head"]
+        *nodes, gather = head.nodes
+        assert gather.op == "rank_gather" and gather.outputs[0][1] == head.outputs[0], "ranks divide the vocabulary"
+        own, whole = gather.input["x"], head.outputs[0]
+        tensors = tuple(tensor for tensor in head.tensors if tensor.name != whole)
+        return Graph(tensors=tensors, nodes=tuple(nodes), outputs=(own,)), gather.attribute["cut"]
 
     @property
     def _layers(self) -> tuple[int, ...]:

@@ -192,8 +192,7 @@ class RankLinearCrossEntropy(LinearCrossEntropy):
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
         logits = _LINEAR.forward(values, attributes, context)["y"]
-        num_there = _num_there(attributes["cut"], context.group.rank)
-        logits[:, num_there:] = -torch.inf
+        logits[:, attributes["cut"].num_held(context.group.rank) :] = -torch.inf
         targets, is_here = _local_targets(values["targets"], attributes, context)
         of_targets = logits.gather(1, targets[:, None])[:, 0].float().masked_fill_(~is_here, 0)
         own = torch.stack([logits.float().logsumexp(-1), logits.amax(-1).float(), of_targets], -1)
@@ -229,12 +228,6 @@ def _scale(x: Tensor, attributes: Attributes, context: Context) -> Tensor:
     squares = x.square().sum(-1, keepdim=True)
     mean = context.group.sum_(squares, "rank_rms_norm") / attributes["width"]
     return torch.rsqrt(mean + attributes["eps"])
-
-
-def _num_there(cut: Cut, rank: int) -> int:
-    """Return how many of a rank's entries there are in the whole."""
-    [run] = cut.runs[rank]
-    return max(0, min(run.stop, cut.width) - run.start)
 
 
 def _local_targets(targets: Tensor, attributes: Attributes, context: Context) -> tuple[Tensor, Tensor]:
