@@ -8,6 +8,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from lockstep import LockstepDevice
 from msgspec.structs import replace
 from support import VOCAB, make_backbone, make_model, peft_twin, random_tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -27,12 +28,15 @@ from coserve.devices.messages import (
 )
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.step_messages import RequestRows, StepBatch, StepFailure, StepResult
+from coserve.devices.torch_device import TorchDevice
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.engine.engine import Engine
 from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
 from coserve.memory.paged_kv import kv_page_bytes
+from coserve.models import Backbone
+from coserve.models.dividing import divided_backbone
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.profile import Profile
@@ -152,25 +156,38 @@ def make_engine(
     num_host_pages: int = 0,
     hardware: Hardware = FAST,
     tokenizer: Any = None,
+    num_ranks: int = 1,
     **settings: Any,
 ) -> Engine:
-    """An engine on `support.make_backbone(name, dtype, kernels)`; settings: of EngineConfig, and `end_tokens`."""
+    """An engine on `support.make_backbone(name, dtype, kernels)`, which that many ranks hold together; settings: of
+    EngineConfig, and `end_tokens`.
+    """
     backbone = make_backbone(name, dtype, kernels)
     end_tokens = settings.pop("end_tokens", ())
     block = settings.setdefault("block_tokens", BLOCK)
     settings.setdefault("tpot_s", 1.0)
-    memory_bytes = num_pages * kv_page_bytes(backbone, block)
     latency = FixedLatency(_profile(name, hardware))
-    host_memory_bytes = num_host_pages * kv_page_bytes(backbone, block)
-    config = EngineConfig(memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes, **settings)
-    device = torch_device(
-        backbone,
-        memory_bytes=memory_bytes,
-        host_memory_bytes=host_memory_bytes,
-        block_tokens=block,
-        profile=latency.profile,
-        deterministic=config.deterministic,
+    page_bytes = kv_page_bytes(backbone, block)
+    config = EngineConfig(
+        memory_bytes=num_pages * page_bytes, host_memory_bytes=num_host_pages * page_bytes, **settings
     )
+
+    def device_of(own: Backbone) -> TorchDevice:
+        own_page_bytes = kv_page_bytes(own, block)
+        return torch_device(
+            own,
+            memory_bytes=num_pages * own_page_bytes,
+            host_memory_bytes=num_host_pages * own_page_bytes,
+            block_tokens=block,
+            profile=latency.profile,
+            deterministic=config.deterministic,
+        )
+
+    device: Device
+    if num_ranks == 1:
+        device = device_of(backbone)
+    else:
+        device = LockstepDevice(lambda group: device_of(divided_backbone(backbone, group)), num_ranks)
     watched = WatchedDevice(device, TickingClock())
     return Engine(watched, config, tokenizer=tokenizer, end_tokens=end_tokens, latency=latency)
 

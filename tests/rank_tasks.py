@@ -11,7 +11,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from coserve.errors import RankError
+from coserve.devices.rank_verdicts import Failure, agree_on_end
+from coserve.errors import DeviceMemoryError, RankError
 from coserve.kernels.attention import Segment
 from coserve.kernels.cpu import CpuBackend
 from coserve.kernels.groups.base import SUMMED_TYPES, RankGroup
@@ -223,3 +224,28 @@ def error_of(group: RankGroup) -> str:
     except RankError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def end_steps(group: RankGroup, number: int) -> list[Failure | None]:
+    """Steps of two sums, before, between or after which some ranks fail: how each ended."""
+    found: list[Failure | None] = []
+    for step in range(number):
+        own, drawn = None, random.Random(step)
+        # By rank: before which of the sums it fails, if it does; 2: after both.
+        failing = {rank: drawn.randrange(3) for rank in range(group.size) if drawn.random() < 0.25}
+        is_memory = drawn.random() < 0.5
+        error = DeviceMemoryError(f"no room in step {step}") if is_memory else ValueError(f"a defect in step {step}")
+        try:
+            for place in range(3):
+                if failing.get(group.rank) == place:
+                    raise error
+                if place < 2:
+                    assert group.sum(torch.ones(9))[0] == group.size
+        except (DeviceMemoryError, ValueError) as raised:
+            group.fail(str(raised))
+            own = Failure.of(raised, group.rank, broken_update="job" if step % 2 else None)
+        except RankError as stopped:
+            own = Failure.of(stopped, group.rank)
+        found.append(agree_on_end(group, own))
+        assert (found[-1] is not None) == bool(failing), f"step {step}"
+    return found

@@ -4,7 +4,7 @@ the page pool.
 
 from torch import Tensor
 
-from coserve.errors import ModelError
+from coserve.errors import ModelError, UnsupportedModelError
 from coserve.memory.paged_kv import PagedKv
 from coserve.memory.weight_window import WeightWindow
 from coserve.models.backbone import Backbone
@@ -37,7 +37,9 @@ class OtherModels:
         return sum([window.num_bytes_copied for window in self._windows.values()])
 
     def backbone(self, name: str) -> Backbone:
-        """Of a directory or hub id; ModelError if there is no such model, or it cannot be trained so."""
+        """Of a directory or hub id; ModelError if there is no such model, or it cannot be trained so, as
+        on a device that is one of several ranks.
+        """
         if name not in self._backbones:
             self._open(name)
         return self._backbones[name]
@@ -71,6 +73,11 @@ class OtherModels:
             window.close()
 
     def _open(self, name: str) -> None:
+        if (num_ranks := self._served.group.size) > 1:
+            raise UnsupportedModelError(
+                f"a job that trains {name} needs it whole on the device, where {num_ranks} ranks divide "
+                f"{self._served.name}: train that model, or start a server without --tensor-parallel"
+            )
         source = find_model(name)
         if source.directory is None:
             raise ModelError(f"{name} has no weights in files; a model that is trained through a window needs them")
@@ -88,5 +95,4 @@ class OtherModels:
             dtype=served.dtype,
             device=served.device,
             backend=served.backend,
-            group=served.group,
         )

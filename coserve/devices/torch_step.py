@@ -9,6 +9,7 @@ import torch
 
 from coserve.devices.other_models import OtherModels
 from coserve.devices.out_of_memory import memory_errors
+from coserve.devices.rank_verdicts import Failure, agree_on_end
 from coserve.devices.readout import Pending, Readout
 from coserve.devices.requests_result import RequestsResult
 from coserve.devices.sides import Sides
@@ -83,6 +84,35 @@ class TorchStep:
                 }
         except DeviceMemoryError as error:
             self._failure = str(error)  # the error itself holds what was computed
+
+    @property
+    def failure(self) -> str | None:
+        """Return why the device ran out of memory; None if it did not."""
+        return self._failure
+
+    def agree_on_end(self, error: Exception | None) -> Exception | None:
+        """End the step as all ranks of the group do; all of them call this.
+
+        Args:
+            error: that ended it on this rank, other than running out of memory.
+
+        Returns:
+            What is to be raised; None where there is a result.
+        """
+        group, own = self._backbone.group, error
+        if own is None and self._failure is not None:
+            own = DeviceMemoryError(self._failure)
+        failure = agree_on_end(
+            group, None if own is None else Failure.of(own, group.rank, broken_update=self._updating)
+        )
+        if failure is None:
+            return None
+        if failure.kind != "memory":
+            return failure.error(group.rank, error)
+        self._failure, self._updating = failure.text, failure.broken_update
+        if failure.broken_update is not None:  # this rank may have finished it
+            self._norms.pop(failure.broken_update, None)
+        return None
 
     def result(self) -> StepResult:
         """Wait for it; packs that are done leave their gradients with their jobs."""
@@ -232,10 +262,15 @@ class TorchStep:
         limit_s, partition = self._batch.backward_limit_s, self._batch.partition
         if (limit_s is None and partition is None) or not any(self._num_tasklets.values()):
             return True
-        return self._timer.elapsed_s() < (inf if limit_s is None else limit_s)
+        # By the clock of rank 0: all ranks run as many tasklets.
+        has_time = self._timer.elapsed_s() < (inf if limit_s is None else limit_s)
+        return bool(self._backbone.group.agree(has_time))
 
     def _updates(self) -> None:
         for update in self._batch.updates:
+            # No rank begins while another one may still fail in what came before: so at most one update is broken,
+            # and the same on all ranks.
+            self._backbone.group.barrier()
             self._updating = update.job
             norm = self._trainers[update.job].update(update.num_trained, update.num_steps)
             self._norms[update.job] = self._readout.add(norm)

@@ -17,11 +17,9 @@ from support import CONFIGS, make_backbone, model_directory, random_tokens, targ
 
 from coserve.adapters import LoraConfig
 from coserve.devices.kept_profiles import profile_path
-from coserve.devices.other_models import OtherModels
 from coserve.errors import UnsupportedModelError
 from coserve.graph.ir import Graph
 from coserve.kernels import names_for
-from coserve.kernels.groups.base import Ranks
 from coserve.kernels.groups.threads import run_ranks
 from coserve.kernels.weights import Int8Weight, as_weight
 from coserve.memory.paged_kv import PagedKv, kv_page_bytes
@@ -97,17 +95,6 @@ def test_a_rank_holds_its_share_of_the_matrices(name):
 
     # Key heads are on two ranks each, and the vocabulary of 97 is padded to 100.
     assert num_elements(ranks[0]) < 0.3 * num_elements(whole)
-
-
-def test_a_model_beside_a_divided_one_knows_its_ranks():
-    def ranks_of_other(group):
-        served = divided_backbone(whole_backbone("llama"), group)
-        others = OtherModels(served, PagedKv(served, num_pages=4, block_tokens=4))
-        found = others.backbone(str(model_directory("qwen2"))).ranks
-        others.close()
-        return found
-
-    assert run_ranks(2, ranks_of_other) == [Ranks(rank=0, size=2), Ranks(rank=1, size=2)]
 
 
 def test_profiles_of_ranks_are_kept_apart(tmp_path):

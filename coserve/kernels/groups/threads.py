@@ -72,7 +72,10 @@ class _Meeting:
                 self._complete()
             else:
                 self._wait(lambda: bool(self._failure) or self._num_complete > num_complete)
-            self._raise_failure()
+            # A collective to which all have come is complete, also for a rank that learns of it only after another
+            # one has failed in what follows.
+            if self._num_complete == num_complete:
+                self._raise_failure()
             return self._exchanged
 
     def reset(self, rank: int) -> None:
@@ -92,6 +95,8 @@ class _Meeting:
         labels = {rank: label for rank, (label, _) in sorted(self._brought.items())}
         if len(set(labels.values())) > 1:
             self._failure = f"ranks are at different collectives: {labels}"
+            self._changed.notify_all()
+            return
         self._exchanged = [self._brought[rank][1] for rank in range(self.size)]
         self._brought.clear()
         self._num_complete += 1
