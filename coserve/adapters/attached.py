@@ -12,8 +12,8 @@ from coserve.graph.bypass import AttachedGraph, Bypass, attach
 from coserve.graph.layouts import FIRST, WHOLE, AnyState
 from coserve.graph.parallel.bypasses import AttachedLocalGraph, attach_local
 from coserve.models.base import Part
-from coserve.models.dividing import piece
 from coserve.models.local import LocalModel
+from coserve.models.shares import piece
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from coserve.kernels.groups.base import RankGroup
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.memory.paged_states import num_state_pages
 from coserve.models.backbone import Backbone, build_backbone, find_device
-from coserve.models.dividing import divided_backbone
 from coserve.models.source import find_model
 from coserve.scheduling.profile import Profile
 
@@ -47,9 +46,8 @@ def open_device(
         weight_format=settings.weights,
         max_positions=settings.max_positions,
         progress=_stage(progress, "loading weights"),
+        group=group,
     )
-    if group is not None and group.size > 1:
-        backbone = divided_backbone(backbone, group)
     return torch_device(
         backbone,
         memory_bytes=settings.memory_bytes,

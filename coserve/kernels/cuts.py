@@ -64,6 +64,11 @@ class Cut:
         """Return whether no entry is on several ranks, so that products over the ranks' entries add up."""
         return self.copies[1] == 1
 
+    @property
+    def is_padded(self) -> bool:
+        """Return whether the last ranks hold zeros beyond the whole dimension."""
+        return any(run.stop > self.width for run in self.runs[-1])
+
     def owned(self, piece: Tensor, rank: int) -> Tensor:
         """Return a rank's piece with zeros for the entries that a rank before it holds as well.
 

@@ -28,6 +28,8 @@ class Weight(ABC):
     """
 
     format: ClassVar[str] = ""
+    scales_rows: ClassVar[bool] = False
+    """Whether what is stored of an element depends on the other elements of its row."""
 
     @classmethod
     def from_dense(cls, weight: Tensor) -> "Weight":
@@ -204,6 +206,7 @@ class Int8Weight(Weight):
     """
 
     format = "int8"
+    scales_rows = True
 
     def __init__(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
         """values int8 [..., out, in], scales float32 [..., out]; dtype: the compute dtype."""

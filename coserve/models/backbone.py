@@ -16,15 +16,10 @@ from coserve.kernels.weights import Weight
 from coserve.models.base import Architecture, Part
 from coserve.models.families import build_architecture
 from coserve.models.local import LocalModel, local_model
+from coserve.models.reading import Progress, load_weights
 from coserve.models.rope import RotaryTable
 from coserve.models.source import ModelSource, find_model
-from coserve.models.weights import (
-    Progress,
-    WeightStorage,
-    absent_weights,
-    load_weights,
-    random_weights,
-)
+from coserve.models.weights import WeightStorage, absent_weights, random_weights
 from coserve.settings import is_whole, shown
 
 # Rows of a block, where results must not depend on the company: about as many as cost little more than one, since
@@ -149,9 +144,18 @@ def build_backbone(
     weight_format: str = "dense",
     kernels: str | None = None,
     max_positions: int | None = None,
+    group: RankGroup | None = None,
 ) -> Backbone:
-    """Load the weights of a model that has been found; on the "meta" device it has shapes only, whatever its size."""
-    architecture = build_architecture(source.config)
+    """Load the weights of a model that has been found; on the "meta" device it has shapes only, whatever its size.
+
+    Args:
+        group: the rank's group where several hold the model together: the rank reads and holds its share alone.
+
+    Raises:
+        UnsupportedModelError: the model cannot be divided among the ranks; said before any weight is read.
+    """
+    architecture, group = build_architecture(source.config), group or SingleRank()
+    local = local_model(architecture, Ranks(rank=group.rank, size=group.size))
     most = architecture.max_positions
     if max_positions is None:
         max_positions = most
@@ -162,11 +166,11 @@ def build_backbone(
     compute_dtype, rotary = resolve_dtype(source, dtype), architecture.rotary_tables()
     storage = WeightStorage(dtype=compute_dtype, weight_format=weight_format, backend=find_backend(device, kernels))
     if device.type == "meta":
-        weights = absent_weights(architecture, storage)
+        weights = absent_weights(local, storage)
     elif source.directory is None:
-        weights = random_weights(architecture, storage, seed=seed)
+        weights = random_weights(local, storage, seed=seed)
     else:
-        weights = load_weights(architecture, source.directory, storage, progress=progress)
+        weights = load_weights(local, source.directory, storage, progress=progress)
     return Backbone(
         name=source.name,
         architecture=architecture,
@@ -177,6 +181,7 @@ def build_backbone(
         device=device,
         backend=storage.backend,
         weight_format=weight_format,
+        group=group,
     )
 
 

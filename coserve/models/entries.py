@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coserve.errors import WeightsError
 from coserve.models.base import Architecture
-from coserve.models.stored import PerExpert
+from coserve.models.stored import Index, PerExpert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,32 @@ class Entry:
     parts: "dict[str, Entry]" = field(default_factory=dict)
     at: tuple[int, slice] | None = None
 
-    def read(self, reader: Any) -> Tensor:
-        """reader: of its file."""
-        tensor: Tensor = reader.get_tensor(self.name) if self.at is None else reader.get_slice(self.name)[self.at]
+    def read(self, reader: Any, index: Index = ()) -> Tensor:
+        """Read the tensor, or a piece of it, of which alone the bytes are read.
+
+        Args:
+            reader: of its file.
+            index: a slice for each dimension; () for all of it.
+        """
+        if self.at is not None:
+            expert, rows = self.at
+            own, *columns = index or (slice(None),)
+            index = (expert, within(rows, own, self.shape[0]), *columns)
+        tensor: Tensor = reader.get_slice(self.name)[index] if index else reader.get_tensor(self.name)
         return tensor
+
+
+def within(outer: slice, inner: int | slice, length: int) -> slice:
+    """Return which entries of a dimension some of those in a slice are.
+
+    Args:
+        outer: the slice.
+        inner: which of its entries.
+        length: number of its entries.
+    """
+    assert isinstance(inner, slice)
+    first, stop, _ = inner.indices(length)
+    return slice(outer.start + first, outer.start + stop)
 
 
 def entries_of(file: Path) -> Iterator[Entry]:

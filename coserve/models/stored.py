@@ -7,8 +7,63 @@ shape. Loading copies into the views, saving copies out of them, so that both ag
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
+
+from coserve.kernels.cuts import Cut
+
+# What of a tensor is meant: a number or a slice for each of its first dimensions; () is all of it.
+Index: TypeAlias = tuple[int | slice, ...]
+
+_ALL: int | slice = slice(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where in a weight one of a checkpoint's tensors lies."""
+
+    at: Index = ()
+    is_transposed: bool = False
+    """Whether the tensor has the last two dimensions of the weight the other way round."""
+
+    def view(self, weight: Tensor) -> Tensor:
+        """Return the tensor as a view of the weight."""
+        found = weight[self.at] if self.at else weight
+        return found.mT if self.is_transposed else found
+
+    def of_rank(self, shape: tuple[int, ...], cut: Cut, rank: int) -> list[tuple[Index, "Place"]]:
+        """Return what a rank needs of the tensor, and where that lies in the rank's piece of the weight.
+
+        Args:
+            shape: that of the whole weight.
+            cut: how ranks divide the weight.
+            rank: number of the rank.
+        """
+        given: list[int | slice] = [*self.at, *[_ALL] * (len(shape) - len(self.at))]
+        dim = len(shape) + cut.dim
+        own = given[dim]
+        first, stop = (own, own + 1) if isinstance(own, int) else own.indices(shape[dim])[:2]
+        found, start = list[tuple[Index, Place]](), 0
+        for run in cut.runs[rank]:
+            low, high = max(run.start, first), min(run.stop, stop)
+            if low < high:
+                local = start + low - run.start
+                target = [*given]
+                target[dim] = local if isinstance(own, int) else slice(local, local + high - low)
+                needed = [_ALL if number != dim else slice(low - first, high - first) for number in range(len(shape))]
+                # Dimensions of which the tensor has one entry are none of its own.
+                needed = [part for part, of in zip(needed, given, strict=True) if not isinstance(of, int)]
+                if self.is_transposed:
+                    needed[-2:] = reversed(needed[-2:])
+                found.append((tuple(needed), Place(at=tuple(target), is_transposed=self.is_transposed)))
+            start += run.stop - run.start
+        return found
+
+
+# What is needed of a tensor, piece by piece, and where each lies in what is made of them.
+Pieces: TypeAlias = Sequence[tuple[Index, Place]]
+WHOLE_TENSOR: Pieces = (((), Place()),)
 
 
 class Stored(ABC):
@@ -17,11 +72,15 @@ class Stored(ABC):
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """Of the tensors, in the order of `views`."""
+        """Of the tensors, in the order of `places`."""
 
     @abstractmethod
-    def views(self, weight: Tensor) -> Sequence[Tensor]:
+    def places(self, shape: tuple[int, ...]) -> Sequence[Place]:
+        """Return where in a weight of this shape each of the tensors lies."""
+
+    def views(self, weight: Tensor) -> list[Tensor]:
         """The weight as the checkpoint's tensors: views of it."""
+        return [place.view(weight) for place in self.places(tuple(weight.shape))]
 
 
 @dataclass(frozen=True)
@@ -34,16 +93,16 @@ class AsItIs(Stored):
     def names(self) -> tuple[str, ...]:
         return (self.name,)
 
-    def views(self, weight: Tensor) -> tuple[Tensor, ...]:
-        return (weight,)
+    def places(self, shape: tuple[int, ...]) -> Sequence[Place]:
+        return (Place(),)
 
 
 @dataclass(frozen=True)
 class Transposed(AsItIs):
     """One tensor [..., in, out], as transformers' Conv1D has it; the weight is [..., out, in]."""
 
-    def views(self, weight: Tensor) -> tuple[Tensor, ...]:
-        return (weight.mT,)
+    def places(self, shape: tuple[int, ...]) -> Sequence[Place]:
+        return (Place(is_transposed=True),)
 
 
 @dataclass(frozen=True)
@@ -62,5 +121,10 @@ class PerExpert(Stored):
     def names(self) -> tuple[str, ...]:
         return tuple(pattern.format(e) for e in range(self.num_experts) for pattern in self.patterns)
 
-    def views(self, weight: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part for expert in weight.unbind() for part in expert.chunk(len(self.patterns)))
+    def places(self, shape: tuple[int, ...]) -> Sequence[Place]:
+        rows = shape[-2] // len(self.patterns)
+        return [
+            Place(at=(expert, slice(number * rows, (number + 1) * rows)))
+            for expert in range(self.num_experts)
+            for number in range(len(self.patterns))
+        ]

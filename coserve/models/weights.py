@@ -1,13 +1,11 @@
-"""Weights: from safetensors files in Hugging Face's layout, or random, into the dtype and device they will stay in.
+"""Weights as a model holds them: how they are stored, drawn at random or found in files, and joined.
 
-One tensor is converted at a time, so nothing large ever exists twice.
+`coserve.models.reading` reads them. One tensor is made at a time, so nothing large ever exists twice.
 """
 
-import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +15,19 @@ from torch import Tensor
 from coserve.errors import WeightsError
 from coserve.graph.ir import Graph
 from coserve.kernels.base import Backend
+from coserve.kernels.cuts import Cut
 from coserve.kernels.weights import DenseWeight, Weight, join, weight_class
 from coserve.models.base import HEAD, Architecture, Part
 from coserve.models.entries import Entry, entries_of, of_experts, open_file, tensors_of_all_experts
 from coserve.models.files import some_of, weight_files
+from coserve.models.local import LocalModel
 from coserve.models.quantised import quantisation_of
 from coserve.models.quantised.base import Quantisation
-from coserve.models.stored import AsItIs
+from coserve.models.shares import WeightShares
+from coserve.models.stored import WHOLE_TENSOR, Pieces
 
 # What the nodes of a part read, by name: the weights of linear layers, and tensors (embeddings, norms, biases).
 Weights = dict[Part, dict[str, Tensor | Weight]]
-# Told how many tensors have been loaded, and of how many.
-Progress = Callable[[int, int], None]
-
-_log = logging.getLogger(__name__)
-
 _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors writes them
 
 
@@ -56,6 +52,12 @@ class WeightStorage:
         """The matrices of experts as they are stored: of floats they stay a tensor."""
         return tensor if self.weight_format == DenseWeight.format else self.linear(tensor)
 
+    def needs_whole(self, architecture: Architecture, name: str, cut: Cut) -> bool:
+        """Return whether a rank's piece of a weight follows from whole rows, of which it holds some columns."""
+        is_float = not weight_class(self.weight_format).scales_rows
+        sites = {**architecture.linear_sites, **architecture.expert_sites}
+        return not is_float and cut.dim == -1 and name.endswith(".weight") and name.removesuffix(".weight") in sites
+
     def made(self, architecture: Architecture, name: str, tensor: Tensor) -> "Tensor | Weight":
         """A tensor of the checkpoint as it is held. The table of embeddings that is also the head stays a tensor."""
         if name.removesuffix(".weight") in architecture.linear_sites and name.endswith(".weight"):
@@ -63,107 +65,6 @@ class WeightStorage:
         if name.removesuffix(".weight") in architecture.expert_sites and name.endswith(".weight"):
             return self.experts(tensor)
         return tensor.contiguous() if architecture.is_tied_table(name) else tensor
-
-
-def load_weights(
-    architecture: Architecture, directory: Path, storage: WeightStorage, *, progress: Progress | None = None
-) -> Weights:
-    """Read a checkpoint's weights; names, shapes and types are checked before the first tensor is read. Those of a
-    quantised one are made from their tensors one by one; the log says how far they are off as they are held.
-
-    Raises:
-        WeightsError: a file is missing or damaged, or a tensor is missing, unknown, misshapen or not of a float type;
-            the message names it.
-    """
-    found, quantisation = find_weights(architecture, directory), quantisation_of_model(architecture)
-    loading, rounding = _Loading(architecture, storage), Rounding()
-    device, dtype = storage.backend.device, storage.dtype
-    for file, entries in groupby(found.items(), key=lambda item: item[1].file):
-        with open_file(file) as reader:
-            for name, entry in entries:
-                if name in architecture.stored_shapes:
-                    if entry.parts:
-                        assert quantisation is not None
-                        weight = _dequantised(entry, reader, quantisation, device)
-                        rounding.add(name, weight, loading.take(name, weight.to(dtype)))
-                    else:
-                        loading.take(name, entry.read(reader).to(device=device, dtype=dtype))
-                    if progress is not None:
-                        progress(len(loading.weights), len(architecture.weight_shapes))
-    if unread := [
-        name for name in found if name not in architecture.stored_shapes and name != stored_head(architecture)
-    ]:
-        _log.info("%d tensors are left unread, which the text model does not have: %s", len(unread), some_of(unread))
-    if quantisation is not None and rounding.num_weights:
-        _log.info("%s, %s", quantisation.words, rounding.words(storage.weight_format, dtype))
-    head = found.get(stored_head(architecture)) if architecture.tied else None
-    if head is not None and not head.parts:
-        table = loading.weights[f"{architecture.embedding_name}.weight"]
-        assert isinstance(table, Tensor)
-        check_tied_head(head, table)
-    return _joined(architecture, loading.weights, storage)
-
-
-class _Loading:
-    """Weights by full name, from a checkpoint's tensors as they come."""
-
-    def __init__(self, architecture: Architecture, storage: WeightStorage) -> None:
-        self.weights: dict[str, Tensor | Weight] = {}
-        self._architecture, self._storage = architecture, storage
-        self._owners = {
-            tensor: (name, index)
-            for name, stored in architecture.stored.items()
-            for index, tensor in enumerate(stored.names)
-        }
-        # Of weights of which some tensors are still to come: the weight, its views, and how many those are.
-        self._partial: dict[str, tuple[Tensor, Sequence[Tensor], int]] = {}
-
-    def take(self, tensor_name: str, tensor: Tensor) -> Tensor:
-        """The next tensor, in the dtype and on the device in which it stays. Returns it as it is held from now on."""
-        name, index = self._owners[tensor_name]
-        stored = self._architecture.stored[name]
-        if type(stored) is not AsItIs:
-            if name not in self._partial:
-                weight = tensor.new_empty(self._architecture.weight_shapes[name])
-                self._partial[name] = weight, stored.views(weight), len(stored.names)
-            weight, views, missing = self._partial.pop(name)
-            views[index].copy_(tensor)
-            if missing > 1:
-                self._partial[name] = weight, views, missing - 1
-                return tensor
-            self.weights[name] = self._storage.made(self._architecture, name, weight)
-            return tensor  # weights of several tensors are dense
-        held = self.weights[name] = self._storage.made(self._architecture, name, tensor)
-        return held if isinstance(held, Tensor) else held.dense()
-
-
-class Rounding:
-    """How far weights are off as they are held, from those that a quantised checkpoint says."""
-
-    def __init__(self) -> None:
-        self.num_weights = 0
-        self._wrong = self._all = 0.0  # sums of squares
-        self._worst = (0.0, "")
-
-    def add(self, name: str, weight: Tensor, held: Tensor) -> None:
-        """weight: float32."""
-        wrong, whole = float((held.float() - weight).square().sum()), float(weight.square().sum())
-        self._wrong, self._all, self.num_weights = self._wrong + wrong, self._all + whole, self.num_weights + 1
-        self._worst = max(self._worst, ((wrong / whole) ** 0.5 if whole else 0.0, name))
-
-    @property
-    def share(self) -> float:
-        """The root mean square of the error over that of the weights."""
-        return (self._wrong / self._all) ** 0.5 if self._all else 0.0
-
-    def words(self, weight_format: str, dtype: torch.dtype) -> str:
-        """For the log."""
-        kind = str(dtype).removeprefix("torch.") if weight_format == "dense" else weight_format
-        most, name = self._worst
-        return (
-            f"{self.num_weights} matrices, are held as {kind}: off by {self.share:.2%} of their root mean square, at "
-            f"most by {most:.2%} ({name})"
-        )
 
 
 def find_weights(architecture: Architecture, directory: Path) -> dict[str, Entry]:
@@ -218,28 +119,6 @@ def _whole(found: dict[str, Entry], quantisation: Quantisation, architecture: Ar
     return dict(sorted(plain.items(), key=lambda item: str(item[1].file)))
 
 
-def _dequantised(entry: Entry, reader: Any, quantisation: Quantisation, device: torch.device) -> Tensor:
-    """A quantised weight in float32. reader: of the entry's file."""
-
-    def read(part: Entry) -> Tensor:
-        if part.file == entry.file:
-            tensor: Tensor = reader.get_tensor(part.name)
-            return tensor.to(device)
-        with open_file(part.file) as other:
-            found: Tensor = other.get_tensor(part.name)
-            return found.to(device)
-
-    tensors = {name: read(part) for name, part in entry.parts.items()}
-    try:
-        weight = quantisation.dequantised(tensors, entry.shape)
-    except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise WeightsError(f"{entry.file}: the tensors of {entry.name} do not fit together: {reason}") from None
-    if tuple(weight.shape) != entry.shape:
-        raise WeightsError(f"{entry.file}: {entry.name} comes to {list(weight.shape)}; needed are {list(entry.shape)}")
-    return weight
-
-
 def name_in_model(architecture: Architecture, name: str) -> str:
     """A checkpoint of a model that was saved without its head lacks what all names begin with."""
     whole = architecture.bare_prefix + name
@@ -275,20 +154,33 @@ def _check(architecture: Architecture, found: dict[str, Entry], directory: Path)
             raise WeightsError(f"{entry.file}: {name} is {entry.kind}; weights must be float32, float16 or bfloat16")
 
 
-def check_tied_head(head: Entry, embedding: Tensor) -> None:
-    """A tied checkpoint may store its head too, but then it must be the embedding."""
+def check_tied_head(head: Entry, table: Tensor, pieces: Pieces = WHOLE_TENSOR) -> None:
+    """Compare the head that a tied checkpoint may store, too, with the embedding, which it must be.
+
+    Args:
+        head: the head in its file.
+        table: the embedding, or a rank's piece of it.
+        pieces: which parts of the head are compared, and where these lie in the table.
+
+    Raises:
+        WeightsError: they differ.
+    """
     with open_file(head.file) as reader:
-        tensor = reader.get_tensor(head.name)
-    if not torch.equal(tensor.to(embedding), embedding):
-        raise WeightsError(
-            f"{head.file}: {head.name} is not the embedding, but the configuration ties them; set tie_word_embeddings "
-            "to false"
-        )
+        for index, place in pieces:
+            own = place.view(table)
+            if not torch.equal(head.read(reader, index).to(own), own):
+                raise WeightsError(
+                    f"{head.file}: {head.name} is not the embedding, but the configuration ties them; set "
+                    "tie_word_embeddings to false"
+                )
 
 
-def random_weights(architecture: Architecture, storage: WeightStorage, *, seed: int) -> Weights:
-    """Weights drawn from N(0, 0.02²), norms at one, biases at zero: right in shape and speed, and nothing more."""
-    device = storage.backend.device
+def random_weights(local: LocalModel, storage: WeightStorage, *, seed: int) -> Weights:
+    """Weights drawn from N(0, 0.02²), norms at one, biases at zero: right in shape and speed, and nothing more.
+
+    A rank's are pieces of those that one rank has: each tensor is drawn whole.
+    """
+    architecture, shares, device = local.architecture, WeightShares(local), storage.backend.device
     generator = torch.Generator(device).manual_seed(seed)
     weights: dict[str, Tensor | Weight] = {}
     for name, shape in architecture.weight_shapes.items():
@@ -299,15 +191,15 @@ def random_weights(architecture: Architecture, storage: WeightStorage, *, seed: 
             tensor.fill_(1.0)
         else:
             tensor.normal_(0.0, 0.02, generator=generator)
-        weights[name] = storage.made(architecture, name, tensor)
-    return _joined(architecture, weights, storage)
+        weights[name] = shares.of(name, storage.made(architecture, name, tensor))
+    return joined_weights(local, weights, storage)
 
 
-def _joined(architecture: Architecture, loaded: dict[str, Tensor | Weight], storage: WeightStorage) -> Weights:
+def joined_weights(local: LocalModel, loaded: dict[str, Tensor | Weight], storage: WeightStorage) -> Weights:
     """`by_part`, with weights that are multiplied with the same rows in one piece of memory; takes from `loaded`."""
-    weights = by_part(architecture, loaded, storage)
+    weights = by_part(local.architecture, loaded, storage)
     loaded.clear()  # so that each goes as soon as its copy is there
-    return join_runs(weights, architecture.graphs)
+    return join_runs(weights, local.graphs)
 
 
 def join_runs(weights: Weights, graphs: Mapping[Part, Graph]) -> Weights:
@@ -334,10 +226,11 @@ def weight_tensors(weights: Mapping[str, Tensor | Weight]) -> list[Tensor]:
     return [tensor for each in held for tensor in ((each,) if isinstance(each, Tensor) else each.tensors())]
 
 
-def absent_weights(architecture: Architecture, storage: WeightStorage) -> Weights:
+def absent_weights(local: LocalModel, storage: WeightStorage) -> Weights:
     """Weights of the right shapes on the meta device: nothing is read and nothing is held."""
+    architecture, shares = local.architecture, WeightShares(local)
     loaded = {
-        name: storage.made(architecture, name, torch.empty(shape, dtype=storage.dtype, device="meta"))
+        name: shares.of(name, storage.made(architecture, name, torch.empty(shape, dtype=storage.dtype, device="meta")))
         for name, shape in architecture.weight_shapes.items()
     }
     return by_part(architecture, loaded, storage)

@@ -23,7 +23,8 @@ from coserve.kernels import names_for
 from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.threads import run_ranks
 from coserve.models import forward
-from coserve.models.dividing import divided_backbone, piece
+from coserve.models.dividing import divided_backbone
+from coserve.models.shares import piece
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.joined import joined_tasklet, run_losses

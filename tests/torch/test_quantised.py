@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import greedy
+from rank_loading import assert_ranks_hold_pieces
 from safetensors.torch import load_file, save_file
 from support import make_model, model_directory
 
@@ -267,6 +268,15 @@ def test_they_are_held_as_int8_and_the_error_is_said(name, tmp_path, caplog):
     assert share < (0.012 if name not in ("bitsandbytes, 8 bits", "int8") else 1e-6), "as the nearest int8 is"
 
 
+@pytest.mark.parametrize("held", ["dense", "int8"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_ranks_hold_pieces_of_what_one_rank_makes(name, held, tmp_path, caplog):
+    save(tmp_path, name, shards=3)
+    with caplog.at_level(logging.INFO):
+        assert_ranks_hold_pieces(str(tmp_path), 2, held)
+    assert caplog.text.count("are held as") == 2, "the whole model's, and rank 0's"
+
+
 def test_answers_are_transformers_of_the_dequantised_model(tmp_path):
     exact = save(tmp_path, "awq", shards=3)
     model = make_model("llama")
@@ -314,6 +324,7 @@ def test_experts_in_mxfp4_are_those_that_transformers_reads(tmp_path):
         layer = int(key.split(".")[2])
         held = backbone.weights[layer][key.partition(f"layers.{layer}.")[2] + ".weight"]
         assert torch.equal(as_dense(held), weight.mT)
+    assert_ranks_hold_pieces(str(tmp_path), 2)
 
 
 @pytest.mark.parametrize(
