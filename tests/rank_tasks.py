@@ -60,6 +60,8 @@ def collect(group: RankGroup, length: int) -> tuple[Tensor, Tensor | None, Tenso
     x = part(group.rank, 0, length, 2)
     numbers = [group.agree(number if group.rank == 0 else 5) for number in (-(2**63), 2**63 - 1, 0)]
     group.barrier()
+    assert group.agree_min(7 - group.rank) == 8 - group.size
+    assert group.agree_bytes(b"0123" if group.rank == 0 else b"") == b"0123"
     return group.all_gather(x), group.gather(x, to=group.size - 1), group.gather_columns(x.bfloat16()), numbers
 
 

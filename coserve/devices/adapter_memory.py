@@ -10,6 +10,7 @@ from coserve.adapters import LoraConfig
 from coserve.adapters.layout import AdapterLayout
 from coserve.devices.process_memory import available_bytes
 from coserve.errors import AdapterTooLargeError
+from coserve.kernels.groups.base import RankGroup, SingleRank
 from coserve.models.backbone import Backbone
 
 # Of what is free; the rest is for everything else that is on its way.
@@ -31,11 +32,24 @@ def room_for_a_job(backbone: Backbone) -> int:
 class AdapterMemory:
     """One device's; from any thread."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, host_is_apart: bool | None = None) -> None:
-        """dtype: of the copies that are computed with. host_is_apart: whether the host's memory is not the device's;
-        None: as PyTorch says.
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        host_is_apart: bool | None = None,
+        group: RankGroup | None = None,
+    ) -> None:
+        """Begin with nothing taken.
+
+        Args:
+            device: whose memory is taken.
+            dtype: of the copies that are computed with.
+            host_is_apart: whether the host's memory is not the device's; None: as PyTorch says.
+            group: of a model that ranks hold together: each verdict is that of the rank with the least memory, so that
+                all ranks ask together. On a CPU each rank has its share of the memory.
         """
-        self._device = device
+        self._device, self._group = device, group or SingleRank()
         self._host_is_apart = device.type != "cpu" if host_is_apart is None else host_is_apart
         # Where the model is float32, what is trained is what is computed with.
         self._copy_bytes = 0 if dtype == torch.float32 else dtype.itemsize
@@ -87,7 +101,10 @@ class AdapterMemory:
 
     @property
     def _free(self) -> int:
-        return max(0, available_bytes(self._device) - self._being_taken - sum(self._kept.values()))
+        available = available_bytes(self._device)
+        if self._device.type == "cpu":
+            available //= self._group.size
+        return self._group.agree_min(max(0, available - self._being_taken - sum(self._kept.values())))
 
     @contextmanager
     def _taking(self, what: str, layout: AdapterLayout, num_bytes: int) -> Iterator[None]:

@@ -1,4 +1,7 @@
-"""The profile of a model on this device: measured at the first start, and kept on disk by what it depends on."""
+"""The profile of a model on this device: measured at the first start, and kept on disk by what it depends on.
+
+Where several ranks hold the model they measure together, rank 0 reads and writes the file, and all have its numbers.
+"""
 
 import hashlib
 import json
@@ -15,6 +18,7 @@ import torch
 from coserve.devices.profile_store import read_identity, read_profile, write_profile
 from coserve.devices.profiling import measure_profile, quick_profile
 from coserve.home import cache_directory
+from coserve.kernels.groups.base import RankGroup
 from coserve.models.backbone import Backbone
 from coserve.scheduling.profile import Profile
 from coserve.version import VERSION
@@ -40,12 +44,13 @@ def load_profile(
             says what is being waited for.
     """
     path = profile_path(backbone, directory)
-    if (stored := read_profile(path)) is not None:
+    if (stored := _read_agreed(backbone, path)) is not None:
         return stored
     level = logging.WARNING if progress is None else logging.INFO
     message = "measuring how fast %s runs on %s, once: this takes some seconds, up to minutes on a busy machine"
-    _log.log(level, message, backbone.name, device_name(backbone.device))
-    profile = measure_profile(backbone, progress)
+    if backbone.ranks.rank == 0:
+        _log.log(level, message, backbone.name, device_name(backbone.device, num_ranks=backbone.ranks.size))
+    profile = agreed_profile(backbone, measure_profile(backbone, progress))
     keep_profile(backbone, profile, directory)
     return profile
 
@@ -60,16 +65,39 @@ def profile_to_start_with(
     Returns:
         The profile, and whether it is provisional.
     """
-    if (stored := read_profile(profile_path(backbone, directory))) is not None:
+    if (stored := _read_agreed(backbone, profile_path(backbone, directory))) is not None:
         return stored, False
     if backbone.device.type != "cpu":
         return load_profile(backbone, directory, progress), False
-    return quick_profile(backbone, progress), True
+    return agreed_profile(backbone, quick_profile(backbone, progress)), True
+
+
+def agreed_profile(backbone: Backbone, profile: Profile) -> Profile:
+    """Return rank 0's profile on every rank."""
+    if backbone.group.size == 1:
+        return profile
+    agreed = _of_rank_0(backbone.group, profile)
+    assert agreed is not None
+    return agreed
+
+
+def _read_agreed(backbone: Backbone, path: Path) -> Profile | None:
+    """Return the profile that rank 0 finds in a file, on every rank; None if it finds none."""
+    if backbone.group.size == 1:
+        return read_profile(path)
+    return _of_rank_0(backbone.group, read_profile(path) if backbone.group.rank == 0 else None)
+
+
+def _of_rank_0(group: RankGroup, profile: Profile | None) -> Profile | None:
+    """Return rank 0's profile, if it has one, on every rank."""
+    found = group.agree_bytes(b"" if profile is None else json.dumps(profile.to_json()).encode())
+    return Profile.from_json(json.loads(found)) if found else None
 
 
 def keep_profile(backbone: Backbone, profile: Profile, directory: Path | None = None) -> None:
-    """Write a profile where `load_profile` finds it."""
-    write_profile(profile_path(backbone, directory), _identity(backbone), profile)
+    """Write a profile where `load_profile` finds it; of several ranks rank 0 does."""
+    if backbone.ranks.rank == 0:
+        write_profile(profile_path(backbone, directory), _identity(backbone), profile)
 
 
 def profile_path(backbone: Backbone, directory: Path | None = None) -> Path:
@@ -110,7 +138,7 @@ def _identity(backbone: Backbone) -> dict[str, Any]:
     """What a profile depends on."""
     return {
         **_of_shape(backbone.architecture.config),
-        "device": device_name(backbone.device),
+        "device": device_name(backbone.device, num_ranks=backbone.ranks.size),
         "dtype": str(backbone.dtype),
         "kernels": backbone.backend.identity,
         "weights": backbone.weight_format,
@@ -130,12 +158,15 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def device_name(device: torch.device, threads: int | None = None) -> str:
-    """The device that runs the model, with the threads that it has there (None: those of this process)."""
+def device_name(device: torch.device, threads: int | None = None, *, num_ranks: int = 1) -> str:
+    """The device that runs the model, with the threads that it has there (None: those of this process); "2 x " before
+    that where two ranks hold the model together, on such a device each.
+    """
+    several = f"{num_ranks} x " if num_ranks > 1 else ""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return several + torch.cuda.get_device_name(device)
     threads = threads or torch.get_num_threads()
-    return f"{_processor()}, {threads} thread{'s' * (threads > 1)}"
+    return f"{several}{_processor()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def _processor() -> str:

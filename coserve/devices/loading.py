@@ -80,7 +80,8 @@ def torch_device(
     """A device in this process, on a model that is loaded.
 
     Args:
-        memory_bytes: of the page pool; None: a share of what is free.
+        memory_bytes: of the page pool; None: a share of what is free. Where ranks hold the model together it is the
+            bytes on the device of each; ranks on one CPU take their sum of its memory.
         host_memory_bytes: see `EngineConfig`.
         profile: None: from disk, or measured now, which takes some seconds.
         deterministic: see `EngineConfig`.
@@ -93,7 +94,7 @@ def torch_device(
     """
     backbone = backbone.deterministic(is_so=deterministic)
     page_bytes = kv_page_bytes(backbone, block_tokens)
-    num_pages = (memory_bytes or pool_bytes(backbone.device, room_for_a_job(backbone))) // page_bytes
+    num_pages = (memory_bytes or _pool_bytes(backbone)) // page_bytes
     if num_pages < (least := 2 + num_state_pages(backbone.local, page_bytes)):
         what = "two pages" if least == 2 else f"{least} pages, of which a request's states fill {least - 2}"
         raise BudgetError(f"the page pool needs {least * page_bytes} bytes or more, for {what}")
@@ -112,6 +113,16 @@ def torch_device(
         profile_path=path,
         is_provisional=is_provisional,
     )
+
+
+def _pool_bytes(backbone: Backbone) -> int:
+    """Return the bytes for the page pool; of several ranks the bytes that the fullest device can bear.
+
+    All ranks have loaded their weights when the first one looks, and none has taken its pool when the last one does.
+    """
+    group = backbone.group
+    group.barrier()
+    return group.agree_min(pool_bytes(backbone.device, room_for_a_job(backbone), group.size))
 
 
 def _stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], None] | None:

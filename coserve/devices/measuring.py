@@ -8,6 +8,8 @@ whatever else happens, so the fastest runs are believed, and a curve never falls
 from collections.abc import Callable, Generator, Mapping
 from typing import TypeVar
 
+from coserve.kernels.groups.base import RankGroup
+
 # Two fastest runs agree if they are this near; how many runs there are at least and at most, and seconds of all.
 _AGREE, _LEAST_RUNS, _MOST_RUNS, _MOST_S = 0.03, 3, 25, 1.5
 # Warming up ends when a run is no faster than the one before, by more than this; or after this long.
@@ -17,6 +19,28 @@ _WARM, _WARM_UP_S = 0.1, 4.0
 T = TypeVar("T")
 # A measurement that is under way, and returns seconds.
 Timing = Generator[None, None, float]
+
+
+def shared_clock(time_s: Callable[[], float], group: RankGroup) -> Callable[[], float]:
+    """Return a clock that shows the same on all ranks of a group: rank 0's, once all ranks are there.
+
+    Loops that end by the clock then end alike on all ranks, and a piece has taken as long as the slowest rank took.
+
+    Args:
+        time_s: this rank's clock; itself the result where there is one rank.
+        group: the ranks, all of which read the clock at the same places.
+    """
+    if group.size == 1:
+        return time_s
+
+    def agreed_s() -> float:
+        own_s = time_s()  # waits for the device, too
+        group.barrier()
+        if group.rank == 0:
+            own_s = time_s()
+        return group.agree(int(own_s * 1e9)) / 1e9
+
+    return agreed_s
 
 
 def finish(measurement: Generator[None, None, T]) -> T:

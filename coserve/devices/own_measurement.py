@@ -2,7 +2,7 @@
 
 import torch
 
-from coserve.devices.kept_profiles import keep_profile
+from coserve.devices.kept_profiles import agreed_profile, keep_profile
 from coserve.devices.messages import DeviceMeasured
 from coserve.devices.profiling import Measurement, measurement
 from coserve.models.backbone import Backbone
@@ -25,8 +25,9 @@ class OwnMeasurement:
                 next(self._pieces)
             except StopIteration as ended:
                 self._pieces = None
-                keep_profile(self._backbone, ended.value)
-                return DeviceMeasured(self._total, self._total, ended.value)
+                profile = agreed_profile(self._backbone, ended.value)
+                keep_profile(self._backbone, profile)
+                return DeviceMeasured(self._total, self._total, profile)
             except BaseException:
                 self._pieces = None  # frees its memory
                 raise

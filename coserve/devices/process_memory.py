@@ -19,13 +19,19 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 _MOST_COMPILED_PRODUCTS = 256
 
 
-def pool_bytes(device: torch.device, beside_bytes: int) -> int:
-    """Bytes for the page pool on a device, with the weights loaded. beside_bytes: what a job should find beside it."""
+def pool_bytes(device: torch.device, beside_bytes: int, num_ranks: int = 1) -> int:
+    """Return the bytes for the page pool on a device, with the weights loaded.
+
+    Args:
+        device: a GPU, or the CPU.
+        beside_bytes: what a job should find beside the pool.
+        num_ranks: processes that hold the model together: on a CPU they share its memory.
+    """
     if device.type == "cuda":
         free = int(torch.cuda.mem_get_info(device)[0])
         most = min(_GPU_SHARE * free, (1 - _TRANSIENT_SHARE) * free - beside_bytes)
         return int(max(most, _LEAST_GPU_SHARE * free))
-    return int(_CPU_SHARE * _free_memory_bytes())
+    return int(_CPU_SHARE * _free_memory_bytes()) // num_ranks
 
 
 def available_bytes(device: torch.device) -> int:

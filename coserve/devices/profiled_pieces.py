@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coserve.adapters.base import Adapter
 from coserve.adapters.methods.lora import LoraConfig
-from coserve.devices.measuring import Stopwatch, Timing
+from coserve.devices.measuring import Stopwatch, Timing, shared_clock
 from coserve.devices.sampling import SamplingRow, sample
 from coserve.devices.sampling_params import SamplingParams
 from coserve.memory.host_pages import HostPages
@@ -63,7 +63,8 @@ class ProfiledPieces:
         self.backbone, self._on_measured = backbone, on_measured
         self._fastest: dict[Hashable, float] = {}
         num_uncounted = 2 if backbone.backend.captures else 1
-        self.watch = Stopwatch(time_s or self._time_s, num_uncounted=num_uncounted, max_runs=max_runs)
+        clock = shared_clock(time_s or self._time_s, backbone.group)
+        self.watch = Stopwatch(clock, num_uncounted=num_uncounted, max_runs=max_runs)
         num_tokens = max(num_spans * (max_span_rows + 2 * _BLOCK_TOKENS), 2 * max_rows)
         num_states = num_state_pages(backbone.local, kv_page_bytes(backbone, _BLOCK_TOKENS))
         num_pages = num_tokens // _BLOCK_TOKENS + num_spans * (1 + num_states)

@@ -19,8 +19,8 @@ class DeviceSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     PyTorch has. max_positions: see `load_backbone`. memory_bytes: of the page pool; None: a share of what is free.
     block_tokens: tokens of a page. host_memory_bytes: for pages that give way (`SwapOut`); 0: none. profile: None: from
     disk, or measured at the start. deterministic: see `EngineConfig`. num_ranks: processes that hold the model
-    together, each on a device of its own; then `threads` are those of each. rank_timeout_s: for which a rank waits for
-    another one before all of them are ended.
+    together, each on a device of its own; then `threads` and both memories are those of each. rank_timeout_s: for which
+    a rank waits for another one before all of them are ended.
     """
 
     model: str

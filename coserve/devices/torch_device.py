@@ -122,7 +122,7 @@ class TorchDevice:
             self._pages.capture()
         self._page_files = PageFiles(self._pages)
         self._others = OtherModels(backbone, self._pages)
-        self._adapter_memory = AdapterMemory(backbone.device, backbone.dtype)
+        self._adapter_memory = AdapterMemory(backbone.device, backbone.dtype, group=backbone.group)
         self._versions: dict[str, Adapter] = {}
         self._requests = TorchRequests(self._pages, self._versions)
         self._trainers: dict[str, TorchTrainer] = {}

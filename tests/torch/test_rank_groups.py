@@ -80,6 +80,20 @@ def test_all_ranks_have_rank_0s_number():
     assert found == [list(numbers)] * 3
 
 
+def test_ranks_agree_on_the_smallest_number_and_on_rank_0s_bytes():
+    def run(group: RankGroup) -> tuple[int, bool, bool, bytes, bytes]:
+        return (
+            group.agree_min(2**62 - group.rank),
+            group.agree_all(is_so=group.rank < 5),
+            group.agree_all(is_so=group.rank != 1),
+            group.agree_bytes(b"of rank 0" if group.rank == 0 else b"another"),
+            group.agree_bytes(b"" if group.rank == 0 else b"another"),
+        )
+
+    assert run_ranks(3, run) == [(2**62 - 2, True, False, b"of rank 0", b"")] * 3
+    assert run(SingleRank()) == (2**62, True, True, b"of rank 0", b"")
+
+
 def test_an_error_of_one_rank_ends_the_collectives_of_the_others():
     seen = list[str]()
 

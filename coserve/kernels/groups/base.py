@@ -98,6 +98,27 @@ class RankGroup(ABC):
         """
         return number if self.size == 1 else self._agree(number)
 
+    def agree_min(self, number: int) -> int:
+        """Return the smallest of all ranks' numbers on every rank: of what each rank's own memory allows.
+
+        Args:
+            number: an integer of at most 64 bits, with its sign.
+        """
+        return number if self.size == 1 else int(self._gather_on_hosts(torch.tensor([number])).min())
+
+    def agree_all(self, *, is_so: bool) -> bool:
+        """Return whether something is so on all ranks."""
+        return bool(self.agree_min(int(is_so)))
+
+    def agree_bytes(self, data: bytes) -> bytes:
+        """Return rank 0's bytes on every rank."""
+        if self.size == 1 or not (num_bytes := self.agree(len(data))):
+            return data if self.size == 1 else b""
+        own = torch.zeros(num_bytes, dtype=torch.uint8)
+        if self.rank == 0:
+            own.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return self._gather_on_hosts(own)[0].numpy().tobytes()
+
     def barrier(self) -> None:
         """Return once all ranks have called it."""
         self.agree(0)
@@ -140,6 +161,10 @@ class RankGroup(ABC):
     @abstractmethod
     def _agree(self, number: int) -> int:
         """Do what `agree` says, for several ranks."""
+
+    def _gather_on_hosts(self, x: Tensor) -> Tensor:
+        """Return all ranks' tensors of host memory, [size, *x.shape], without any GPU."""
+        return self._all_gather(x, "of hosts")
 
     def _gather(self, x: Tensor, to: int, name: str) -> Tensor | None:
         found = self._all_gather(x, name)

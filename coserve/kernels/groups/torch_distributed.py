@@ -86,6 +86,9 @@ class TorchGroup(RankGroup):
     def _agree(self, number: int) -> int:
         return int(self._gathered(self._host_group, torch.tensor([number]))[0])
 
+    def _gather_on_hosts(self, x: Tensor) -> Tensor:
+        return self._gathered(self._host_group, x)
+
     def _compare(self, kind: str, name: str, x: Tensor) -> None:
         """Raise on all ranks if they are at different collectives; for the debug check."""
         if not self._checks:

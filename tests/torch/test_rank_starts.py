@@ -1,0 +1,151 @@
+"""Ranks start alike: with as many pages, the same profile and the same verdicts, whatever each finds on its own."""
+
+import json
+import threading
+
+import pytest
+import torch
+from ranks import whole_backbone
+
+from coserve.adapters import LoraConfig
+from coserve.adapters.layout import AdapterLayout
+from coserve.devices import adapter_memory, kept_profiles, loading, process_memory, profiled_pieces, profiling
+from coserve.devices.adapter_memory import AdapterMemory
+from coserve.devices.own_measurement import OwnMeasurement
+from coserve.errors import AdapterTooLargeError, BudgetError
+from coserve.kernels.groups.base import RankGroup
+from coserve.kernels.groups.threads import run_ranks
+from coserve.memory.paged_kv import kv_page_bytes
+from coserve.models.dividing import divided_backbone
+from coserve.scheduling.profile import Profile
+from coserve.simulate.hardware import Hardware
+from coserve.simulate.roofline import roofline_profile
+
+# What belongs to the rank that a thread is.
+THREAD = threading.local()
+HARDWARE = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
+
+
+class Clock:
+    """A clock of which what lies between two readings takes 80 ms; a rank's may run faster."""
+
+    def __init__(self, speed: float) -> None:
+        self._speed, self._now_s = speed, 0.0
+
+    def __call__(self) -> float:
+        self._now_s += 0.08 * self._speed
+        return self._now_s
+
+
+@pytest.mark.parametrize("measure", [profiling.quick_profile, profiling.measure_profile])
+def test_ranks_whose_clocks_differ_measure_one_profile(measure):
+    """Loops that end by a clock end alike, or ranks would wait for each other in vain."""
+    whole = whole_backbone("llama")
+
+    def run(group: RankGroup) -> Profile:
+        return measure(divided_backbone(whole, group), time_s=Clock(3.0 if group.rank else 1.0))
+
+    first, second = run_ranks(2, run)
+    assert first == second
+    assert first.forward.seconds[0] == pytest.approx(0.16 * (1.3 if measure is profiling.quick_profile else 1), rel=0.5)
+
+
+def test_rank_0_reads_and_keeps_the_profile_of_all(tmp_path, monkeypatch):
+    whole = whole_backbone("llama")
+    other = Hardware(name="cpu", flops_per_s=1e10, bytes_per_s=1e9, call_s=1e-4)
+    num_measured = 0
+
+    def measure(backbone, progress):
+        nonlocal num_measured
+        num_measured += 1
+        return roofline_profile(backbone, other if backbone.ranks.rank else HARDWARE)
+
+    monkeypatch.setattr(kept_profiles, "measure_profile", measure)
+
+    def run(group: RankGroup) -> Profile:
+        backbone = divided_backbone(whole, group)
+        directory = tmp_path / ("kept" if group.rank == 0 else "elsewhere")
+        return kept_profiles.load_profile(backbone, directory)
+
+    first = run_ranks(2, run)
+    assert num_measured == 2 and first[0] == first[1]
+    assert run_ranks(2, run) == first and num_measured == 2, "other ranks need no file"
+    assert not (tmp_path / "elsewhere").exists()
+    (path,) = (tmp_path / "kept").iterdir()
+    assert json.loads(path.read_text())["of"]["device"].startswith("2 x ")
+
+
+def test_a_provisional_profile_becomes_one_profile_on_all_ranks(tmp_path, monkeypatch):
+    whole = whole_backbone("llama")
+    monkeypatch.setattr(kept_profiles, "_directory", lambda: tmp_path)
+    quick = lambda backbone, progress: roofline_profile(backbone, HARDWARE)  # noqa: E731
+    monkeypatch.setattr(kept_profiles, "quick_profile", quick)
+    monkeypatch.setattr(profiled_pieces.ProfiledPieces, "_time_s", lambda pieces: THREAD.clock())
+
+    def run(group: RankGroup) -> tuple[Profile, bool, Profile | None]:
+        THREAD.clock = Clock(3.0 if group.rank else 1.0)
+        backbone = divided_backbone(whole, group)
+        start, is_provisional = kept_profiles.profile_to_start_with(backbone)
+        measurement = OwnMeasurement(backbone)
+        while (measured := measurement.run_piece()).profile is None:
+            pass
+        return start, is_provisional, measured.profile
+
+    first, second = run_ranks(2, run)
+    assert first == second and first[1]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+# -- memory -----------------------------------------------------------------------------------
+
+
+def test_ranks_have_as_many_pages_as_the_fullest_device_bears(monkeypatch):
+    whole = whole_backbone("llama")
+    monkeypatch.setattr(process_memory, "_free_memory_bytes", lambda: (16 << 20) // (1 + THREAD.rank))
+
+    def run(group: RankGroup) -> tuple[int, int]:
+        THREAD.rank = group.rank
+        backbone = divided_backbone(whole, group)
+        device = loading.torch_device(backbone, profile=roofline_profile(backbone, HARDWARE))
+        return device.info.num_pages, device.info.page_bytes
+
+    first, second = run_ranks(2, run)
+    num_pages, page_bytes = first
+    assert second == first
+    # A quarter of what is free, of which each of two ranks has a half: and rank 1 finds half as much free.
+    assert num_pages == (8 << 20) // 8 // page_bytes
+
+
+def test_memory_that_is_asked_for_is_that_of_each_rank():
+    whole = whole_backbone("llama")
+
+    def run(group: RankGroup) -> int:
+        backbone = divided_backbone(whole, group)
+        bytes_ = 7 * kv_page_bytes(backbone, 16)
+        profile = roofline_profile(backbone, HARDWARE)
+        num_pages = loading.torch_device(backbone, memory_bytes=bytes_, profile=profile).info.num_pages
+        with pytest.raises(BudgetError, match="two pages"):
+            loading.torch_device(backbone, memory_bytes=bytes_ // 7, profile=profile)
+        return num_pages
+
+    assert run_ranks(2, run) == [7, 7]
+
+
+def test_an_adapter_is_too_large_for_all_ranks_or_for_none(monkeypatch):
+    layout = AdapterLayout.of(LoraConfig(r=4, target_modules="all-linear"), whole_backbone("llama").architecture)
+    needed = AdapterMemory(torch.device("cpu"), torch.float32).training_bytes(layout)
+    # Of two ranks on one CPU each has half of the memory, of which adapters have 0.8.
+    monkeypatch.setattr(adapter_memory, "available_bytes", lambda device: THREAD.available)
+
+    def run(group: RankGroup) -> list[bool]:
+        memory, found = AdapterMemory(torch.device("cpu"), torch.float32, group=group), []
+        for share in (1.0, 1.0 if group.rank else 0.9):
+            THREAD.available = int(share * 2 * needed / 0.8) + 16
+            try:
+                with memory.for_training("it", layout):
+                    found.append(True)
+            except AdapterTooLargeError:
+                found.append(False)
+        return found
+
+    assert run_ranks(2, run) == [[True, False]] * 2
