@@ -1,19 +1,17 @@
 """What rows cost, counted from the graphs: the same numbers on every device."""
 
-from collections.abc import Iterable
-from hashlib import blake2b
 from math import prod
 
 import torch
-from torch import Tensor
 
 from coserve.adapters.base import Adapter
+from coserve.devices.fingerprint import fingerprint
 from coserve.devices.job_messages import OtherModel, TensorBytes, TrainerOpened
 from coserve.devices.messages import DeviceInfo
 from coserve.graph.operators.base import Load
 from coserve.kernels import why_slow
 from coserve.kernels.gated_delta import CHUNK_ROWS
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.paged_kv import kv_page_bytes, whole_page_bytes
 from coserve.memory.paged_states import num_state_pages
 from coserve.memory.weight_window import WeightWindow
 from coserve.models.backbone import Backbone
@@ -25,9 +23,6 @@ from coserve.tuning.optimizer import NUM_MOMENTS
 from coserve.tuning.pack_states import NUM_FIXED, NUM_PLACES, STATES
 from coserve.tuning.pass_memory import saved_shapes, workspace_shapes
 from coserve.tuning.programs import TrainingPrograms
-
-# Of a tensor's values in each dimension, for a fingerprint: no more than twice as many are read.
-_MOST_SAMPLES = 32
 
 
 def model_counts(backbone: Backbone) -> ModelCounts:
@@ -152,6 +147,7 @@ def device_info(
         weight_bytes=sum(tensor.nbytes for tensor in weights.values()),
         num_pages=num_pages,
         page_bytes=page_bytes,
+        whole_page_bytes=whole_page_bytes(backbone, block_tokens),
         block_tokens=block_tokens,
         profile=profile,
         profile_path=profile_path,
@@ -159,25 +155,11 @@ def device_info(
         num_units=num_units,
         num_host_pages=num_host_pages,
         num_state_pages=num_state_pages(backbone.local, page_bytes),
-        fingerprint=_fingerprint(weights.values()),
+        fingerprint=fingerprint(backbone),
         kernels=backbone.backend.identity,
         kernels_warning=why_slow(backbone.backend),
         is_provisional=is_provisional,
     )
-
-
-def _fingerprint(weights: Iterable[Tensor]) -> str:
-    """Of some values out of every tensor: models that were trained differently differ in all of them. "" where there
-    are shapes alone.
-    """
-    digest = blake2b(digest_size=16)
-    for tensor in weights:
-        if tensor.is_meta:
-            return ""
-        some = tensor[tuple(slice(None, None, max(1, size // _MOST_SAMPLES)) for size in tensor.shape)]
-        digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
-        digest.update(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _groups(backbone: Backbone, programs: TrainingPrograms) -> tuple[tuple[TensorBytes, ...], ...]:

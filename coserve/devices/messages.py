@@ -71,8 +71,16 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the kernel backend."""
     kernels_warning: str = ""
     """Why a faster kernel backend does not run, as one line; "" if none is missing."""
+    whole_page_bytes: int = 0
+    """Bytes that a page would have if one rank held the model: those of a place of a page file. 0 in recordings from
+    before there were ranks."""
     is_provisional: bool = False
     """Whether the profile is a quick and cautious one, which `MeasureDevice` replaces."""
+
+    @property
+    def place_bytes(self) -> int:
+        """Return the bytes of a place of a page file."""
+        return self.whole_page_bytes or self.page_bytes
 
 
 class OpenRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):

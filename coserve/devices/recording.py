@@ -145,7 +145,7 @@ class RecordingDevice:
         """With the pages that come from a file, which will be gone when the recording is run again."""
         if not isinstance(command, ImportPages):
             return command
-        size, found = self.info.page_bytes, []
+        size, found = self.info.place_bytes, []
         with Path(command.path).open("rb") as file:
             for place in command.places:
                 file.seek(place * size)

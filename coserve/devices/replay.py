@@ -159,7 +159,7 @@ class ReplayDevice:
 
     def _check_pages(self, command: Command) -> None:
         """Raise DivergedError if recorded pages are not as many bytes as they must be: no file takes their place."""
-        if isinstance(command, ImportPages) and len(command.data) != len(command.places) * self.info.page_bytes:
+        if isinstance(command, ImportPages) and len(command.data) != len(command.places) * self.info.place_bytes:
             self._stop(DivergedError(f"{len(command.places)} pages were recorded with {len(command.data)} bytes"))
 
     def _check_result(self, result: StepResult, batch: StepBatch) -> None:

@@ -227,6 +227,7 @@ def _check_device(info: DeviceInfo) -> None:
         ("num_pages", 1, _MAX_PAGES),
         ("num_host_pages", 0, _MAX_PAGES),
         ("page_bytes", 1, _MAX_TOKENS),
+        ("whole_page_bytes", 0, _MAX_TOKENS),
         ("block_tokens", 1, _MAX_BLOCK_TOKENS),
         ("num_state_pages", 0, _MAX_PAGES),
         ("num_units", 1, _MAX_THREADS),

@@ -154,7 +154,7 @@ class DecodeEnd:
         limit_s = max(slo.ttft_s / 2, slo.ttft_s - alone_s)
         asked = _Asked(id, self._directory / f"pages-{id}", blocks, self._now() + limit_s)
         try:
-            _make_file(asked.path, len(blocks) * info.page_bytes)
+            _make_file(asked.path, len(blocks) * info.place_bytes)
             transport.send(
                 ComputePrompt(
                     id=id,

@@ -14,7 +14,10 @@ from coserve.version import VERSION
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be the same on both sides, so that pages of one mean the same on the other; see `DeviceInfo`."""
+    """What must be the same on both sides, so that pages of one mean the same on the other; see `DeviceInfo`.
+
+    page_bytes: of a place of a page file, which does not depend on how many ranks either side has.
+    """
 
     version: str
     dtype: str
@@ -34,7 +37,7 @@ def identity_of(info: DeviceInfo) -> Identity:
         weights=info.weights,
         vocab_size=info.vocab_size,
         block_tokens=info.block_tokens,
-        page_bytes=info.page_bytes,
+        page_bytes=info.place_bytes,
         deterministic=info.deterministic,
         fingerprint=info.fingerprint,
     )

@@ -100,6 +100,22 @@ class Cut:
         place = len(shape) + self.dim
         return (*shape[:place], self.local, *shape[place + 1 :])
 
+    def owned_runs(self, rank: int) -> list[tuple[int, Run]]:
+        """Return the entries of a rank that no rank before it holds, each run with its place in the rank's piece."""
+        others = [run for runs in self.runs[:rank] for run in runs]
+        found, start = list[tuple[int, Run]](), 0
+        for run in self.runs[rank]:
+            low, stop = run.start, min(run.stop, self.width)
+            for other in merged(others):
+                if other.start < stop and other.stop > low:
+                    if low < other.start:
+                        found.append((start + low - run.start, Run(start=low, stop=other.start)))
+                    low = max(low, other.stop)
+            if low < stop:
+                found.append((start + low - run.start, Run(start=low, stop=stop)))
+            start += run.stop - run.start
+        return found
+
     def take(self, whole: Tensor, rank: int) -> Tensor:
         """Return a rank's piece of a whole tensor, contiguous and a copy."""
         pieces = [

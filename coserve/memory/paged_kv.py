@@ -16,6 +16,7 @@ from torch import Tensor
 
 from coserve.graph.states import StateRows
 from coserve.kernels.attention import PageTables, SegmentTable
+from coserve.kernels.groups.base import Ranks
 from coserve.kernels.trace import TracedPiece
 from coserve.kernels.transfer import int_tensor, on_device
 from coserve.memory.paged_states import PagedStates, num_state_pages, state_runs
@@ -23,6 +24,7 @@ from coserve.models.backbone import Backbone
 from coserve.models.base import Part
 from coserve.models.batch import BatchRows, Keep, Span, forward
 from coserve.models.bypasses import Bypasses
+from coserve.models.local import LocalModel, local_model
 from coserve.models.traced import InPages, PageStores
 
 # Pages that are copied to other places at once.
@@ -30,9 +32,17 @@ _PAGES_PER_COPY = 16
 
 
 def kv_page_bytes(backbone: Backbone, block_tokens: int) -> int:
-    """Bytes of a page, for a pool."""
-    local = backbone.local
-    per_token = sum(local.kv_widths) * backbone.dtype.itemsize
+    """Bytes of a page, for a pool; of several ranks each has such pages."""
+    return _page_bytes(backbone.local, backbone.dtype, block_tokens)
+
+
+def whole_page_bytes(backbone: Backbone, block_tokens: int) -> int:
+    """Return the bytes that a page has where one rank holds the model."""
+    return _page_bytes(local_model(backbone.architecture, Ranks()), backbone.dtype, block_tokens)
+
+
+def _page_bytes(local: LocalModel, dtype: torch.dtype, block_tokens: int) -> int:
+    per_token = sum(local.kv_widths) * dtype.itemsize
     return -(-len(local.kv_layers) * per_token * block_tokens // 64) * 64
 
 

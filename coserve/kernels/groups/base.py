@@ -75,6 +75,10 @@ class RankGroup(ABC):
             return x.new_empty((self.size, *x.shape))
         return self._all_gather(x.contiguous(), name)
 
+    def all_gather_on_hosts(self, x: Tensor) -> Tensor:
+        """Return all ranks' tensors, [size, *x.shape], of tensors in the host's memory; no GPU takes part."""
+        return self._all_gather(x, "on hosts") if self.size > 1 and x.numel() > 0 else self.all_gather(x)
+
     def gather(self, x: Tensor, to: int = 0, name: str = "") -> Tensor | None:
         """Return all ranks' tensors, [size, *x.shape], on the rank `to`, and None on all others."""
         assert 0 <= to < self.size
@@ -104,7 +108,7 @@ class RankGroup(ABC):
         Args:
             number: an integer of at most 64 bits, with its sign.
         """
-        return number if self.size == 1 else int(self._gather_on_hosts(torch.tensor([number])).min())
+        return number if self.size == 1 else int(self.all_gather_on_hosts(torch.tensor([number])).min())
 
     def agree_all(self, *, is_so: bool) -> bool:
         """Return whether something is so on all ranks."""
@@ -117,7 +121,7 @@ class RankGroup(ABC):
         own = torch.zeros(num_bytes, dtype=torch.uint8)
         if self.rank == 0:
             own.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return self._gather_on_hosts(own)[0].numpy().tobytes()
+        return self.all_gather_on_hosts(own)[0].numpy().tobytes()
 
     def barrier(self) -> None:
         """Return once all ranks have called it."""
@@ -161,10 +165,6 @@ class RankGroup(ABC):
     @abstractmethod
     def _agree(self, number: int) -> int:
         """Do what `agree` says, for several ranks."""
-
-    def _gather_on_hosts(self, x: Tensor) -> Tensor:
-        """Return all ranks' tensors of host memory, [size, *x.shape], without any GPU."""
-        return self._all_gather(x, "of hosts")
 
     def _gather(self, x: Tensor, to: int, name: str) -> Tensor | None:
         found = self._all_gather(x, name)

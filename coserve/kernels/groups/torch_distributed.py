@@ -86,7 +86,7 @@ class TorchGroup(RankGroup):
     def _agree(self, number: int) -> int:
         return int(self._gathered(self._host_group, torch.tensor([number]))[0])
 
-    def _gather_on_hosts(self, x: Tensor) -> Tensor:
+    def all_gather_on_hosts(self, x: Tensor) -> Tensor:
         return self._gathered(self._host_group, x)
 
     def _compare(self, kind: str, name: str, x: Tensor) -> None:
