@@ -198,7 +198,9 @@ def _traced_calls(
         if len(stores.traces) >= _MOST_TRACES:
             stores.traces.clear()
         widths = {name: rows.shape[1] for name, rows in inputs.items()}
-        stores.traces[what] = _trace(backbone, stores, widths, what)
+        found = _trace(backbone, stores, widths, what)
+        # Ranks run a step alike: as one call on all of them, or block by block on all.
+        stores.traces[what] = found if backbone.group.agree_all(is_so=found is not None) else None
     return stores.traces[what]
 
 

@@ -2,24 +2,35 @@
 
 import json
 import threading
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from lengths import long_but
+from peft_methods import CASES, config_of
 from ranks import whole_backbone
+from support import model_directory
 
-from coserve.adapters import LoraConfig
+from coserve.adapters import Adapter, LoraConfig
 from coserve.adapters.layout import AdapterLayout
 from coserve.devices import adapter_memory, kept_profiles, loading, process_memory, profiled_pieces, profiling
 from coserve.devices.adapter_memory import AdapterMemory
+from coserve.devices.counting import trainer_opened
+from coserve.devices.job_messages import TrainerOpened
+from coserve.devices.messages import DeviceInfo
 from coserve.devices.own_measurement import OwnMeasurement
+from coserve.devices.settings import DeviceSettings
 from coserve.errors import AdapterTooLargeError, BudgetError
 from coserve.kernels.groups.base import RankGroup
 from coserve.kernels.groups.threads import run_ranks
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.kernels.trace import TracedCalls, TracedStep, UntraceableError
+from coserve.memory.paged_kv import PagedKv, kv_page_bytes
+from coserve.models import forward
 from coserve.models.dividing import divided_backbone
 from coserve.scheduling.profile import Profile
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
+from coserve.tuning import training_programs
 
 # What belongs to the rank that a thread is.
 THREAD = threading.local()
@@ -131,6 +142,19 @@ def test_memory_that_is_asked_for_is_that_of_each_rank():
     assert run_ranks(2, run) == [7, 7]
 
 
+def test_open_device_gives_every_rank_the_same_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_profiles, "_directory", lambda: tmp_path)
+    monkeypatch.setattr(profiled_pieces.ProfiledPieces, "_time_s", lambda pieces: THREAD.clock())
+    settings = DeviceSettings(model=str(model_directory()), device="cpu", memory_bytes=1 << 20, num_ranks=2)
+
+    def run(group: RankGroup) -> DeviceInfo:
+        THREAD.clock = Clock(3.0 if group.rank else 1.0)
+        return loading.open_device(settings, group=group).info
+
+    first, second = run_ranks(2, run)
+    assert first == second
+
+
 def test_an_adapter_is_too_large_for_all_ranks_or_for_none(monkeypatch):
     layout = AdapterLayout.of(LoraConfig(r=4, target_modules="all-linear"), whole_backbone("llama").architecture)
     needed = AdapterMemory(torch.device("cpu"), torch.float32).training_bytes(layout)
@@ -149,3 +173,64 @@ def test_an_adapter_is_too_large_for_all_ranks_or_for_none(monkeypatch):
         return found
 
     assert run_ranks(2, run) == [[True, False]] * 2
+
+
+# Which need whole weights to begin with; their sizes are those of a LoRA.
+PRINCIPAL = ["pissa", "pissa-attention", "olora"]
+
+
+@pytest.mark.parametrize(
+    "case", long_but("lora", "dora", "prefix-tuning", of=[case for case in CASES if case not in PRINCIPAL])
+)
+def test_a_job_needs_as_much_of_every_rank(case):
+    """So that the engine, which has rank 0's answer, counts pages and bytes that every rank has."""
+    whole = whole_backbone(CASES[case].families[0])
+
+    def run(group: RankGroup) -> TrainerOpened:
+        adapter = Adapter(divided_backbone(whole, group), config_of(case))
+        programs = training_programs(adapter)
+        return trainer_opened(adapter, programs, programs)
+
+    first, second = run_ranks(2, run)
+    assert first == second
+
+
+# -- traces -----------------------------------------------------------------------------------
+
+
+class NeverFitting(TracedCalls):
+    """Calls that are for no step."""
+
+    most_rows = most_prompt_pairs = 0
+    rows_apart = False
+    kept: ClassVar[dict[Any, int]] = {}
+
+    def fit(self, step: TracedStep) -> bool:
+        return False
+
+    def run(self, step: TracedStep) -> torch.Tensor:
+        raise AssertionError("they fit no step")
+
+    def run_timed(self, step: TracedStep) -> tuple[torch.Tensor, dict[str, float]]:
+        raise AssertionError("they fit no step")
+
+
+@pytest.mark.parametrize("num_tracing", [1, 2])
+def test_blocks_run_as_one_call_on_all_ranks_or_on_none(num_tracing, monkeypatch):
+    whole = whole_backbone("llama")
+
+    def trace(backend, dtype, run):
+        if num_tracing <= THREAD.rank:
+            raise UntraceableError
+        return NeverFitting()
+
+    monkeypatch.setattr(type(whole.backend), "trace", trace)
+
+    def run(group: RankGroup) -> list[bool]:
+        THREAD.rank = group.rank
+        backbone = divided_backbone(whole, group)
+        pages = PagedKv(backbone, num_pages=2, block_tokens=4)
+        forward(backbone, [pages.rows([((0,), 0, [3])])])
+        return [calls is not None for calls in pages.stores.traces.values()]
+
+    assert run_ranks(2, run) == [[num_tracing == 2]] * 2
