@@ -158,6 +158,7 @@ def device_info(
         fingerprint=fingerprint(backbone),
         kernels=backbone.backend.identity,
         kernels_warning=why_slow(backbone.backend),
+        num_ranks=backbone.group.size,
         is_provisional=is_provisional,
     )
 

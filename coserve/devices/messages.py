@@ -71,6 +71,8 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the kernel backend."""
     kernels_warning: str = ""
     """Why a faster kernel backend does not run, as one line; "" if none is missing."""
+    num_ranks: int = 1
+    """Number of processes that hold the model together; sizes in bytes and pages are those of each."""
     whole_page_bytes: int = 0
     """Bytes that a page would have if one rank held the model: those of a place of a page file. 0 in recordings from
     before there were ranks."""

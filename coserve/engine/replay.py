@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 # do the bounds of what the device reads and writes.
 _EQUAL_FIELDS = (
     *("dtype", "vocab_size", "num_layers", "max_positions"),
-    *("num_pages", "page_bytes", "block_tokens", "num_host_pages", "num_state_pages"),
+    *("num_pages", "block_tokens", "num_host_pages", "num_state_pages"),
 )
 _MAX_REASON = 300
 
@@ -121,6 +121,14 @@ def check_same_device(recorded: DeviceInfo, own: DeviceInfo) -> None:
             raise DataError(
                 f"the recording is of a device with {name} {getattr(recorded, name)}; this one has {getattr(own, name)}"
             )
+    # What the ranks of the recorded device have together in a page must fit into one: they may hold copies of heads.
+    num_ranks = 1 if own.num_ranks == recorded.num_ranks else recorded.num_ranks
+    needed_bytes = num_ranks * recorded.page_bytes
+    if own.page_bytes != needed_bytes and (num_ranks == 1 or own.num_ranks > 1 or own.page_bytes < needed_bytes):
+        raise DataError(
+            f"the recording is of a device with page_bytes {recorded.page_bytes} on each of {recorded.num_ranks} ranks; "
+            f"this one has {own.page_bytes} on each of {own.num_ranks}"
+        )
 
 
 def _why_it_ended(error: Exception) -> str | None:
