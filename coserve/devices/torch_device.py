@@ -67,9 +67,10 @@ from coserve.devices.own_measurement import OwnMeasurement
 from coserve.devices.rank_verdicts import check_alike, fail_on_all, one_line
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.swap_messages import MovePack, MovePages, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
+from coserve.devices.torch_copies import TorchCopy
 from coserve.devices.torch_requests import TorchRequests
 from coserve.devices.torch_step import TorchStep
-from coserve.devices.torch_trainer import TorchCopy, TorchTrainer, open_trainer
+from coserve.devices.torch_trainer import TorchTrainer, open_trainer
 from coserve.errors import AdapterError, RankError
 from coserve.memory.host_pages import HostPages, is_away, shapes_of
 from coserve.memory.page_files import PageFiles

@@ -1,7 +1,6 @@
 """A job's tensors on a torch device: its adapter, the optimizer's state, the gradients of the step, and one pack."""
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,15 @@ from torch import Tensor
 from coserve.adapters.base import Adapter
 from coserve.adapters.full_weights import FullWeights
 from coserve.adapters.layout import AdapterLayout
-from coserve.adapters.peft_directory import adapter_config, load_adapter, save_adapter
+from coserve.adapters.peft_directory import adapter_config, load_adapter
 from coserve.adapters.reparametrization import Reparametrization
-from coserve.adapters.tensor_files import open_tensors, write_tensors
 from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.counting import trainer_opened
 from coserve.devices.job_messages import OPTIMIZER_FILE, BeginPack, OpenTrainer, TrainerOpened
 from coserve.devices.optimizer_memory import OptimizerMemory
 from coserve.devices.swap_messages import MovePack
-from coserve.devices.torch_exchange import CONTRIBUTION_FILE, TorchExchange
+from coserve.devices.torch_copies import TorchCheckpoint, TorchCopy, read_state
+from coserve.devices.torch_exchange import TorchExchange
 from coserve.errors import AdapterError
 from coserve.memory.activations import LentRuns
 from coserve.memory.paged_kv import PagedKv
@@ -180,7 +179,7 @@ class TorchTrainer:
         else:
             self._reparametrization.apply(self.adapter)
 
-    def contribution(self) -> "TorchCopy":
+    def contribution(self) -> TorchCopy:
         """See `TakeContribution`."""
         assert self.exchange is not None and self.optimizer is not None
         self._join_last()
@@ -201,7 +200,7 @@ class TorchTrainer:
             self._apply()
         self.exchange.note_taken(up_to)
 
-    def checkpoint(self) -> "TorchCheckpoint":
+    def checkpoint(self) -> TorchCheckpoint:
         if self.optimizer is None:
             return TorchCheckpoint(self.version(for_checkpoint=True), None)
         state = (
@@ -227,7 +226,7 @@ class TorchTrainer:
         replaced = self._reparametrization
         masters = self.adapter.masters if replaced is None else replaced.parameters
         try:
-            state = _read_state(path, masters)
+            state = read_state(path, masters)
             if replaced is not None:
                 state = replaced.load_state(state)
             state = self.adapter.load_state(state)
@@ -240,44 +239,6 @@ class TorchTrainer:
         if self.optimizer is not None:
             del self.moments
         self._gradients = self.optimizer = self.exchange = None
-
-
-class TorchCopy:
-    """A copy of tensors, which later training does not touch; may be written from any thread, beside steps."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, file: str = CONTRIBUTION_FILE) -> None:
-        """file: that they are written to."""
-        self._tensors, self._device, self._file = tensors, device, file
-        self._taken: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._taken.record(torch.cuda.current_stream(device))
-
-    def write(self, directory: Path) -> None:
-        """AdapterError or OSError if it cannot be written."""
-        if self._taken is None:
-            stream = None
-        else:  # of its own, so that it does not wait for steps
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            stream.wait_event(self._taken)
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
-            self._write(directory)
-
-    def _write(self, directory: Path) -> None:
-        write_tensors(directory / self._file, self._tensors)
-
-
-class TorchCheckpoint(TorchCopy):
-    """Of a job: its adapter, and the optimizer's state unless that is gone."""
-
-    def __init__(self, adapter: Adapter, optimizer: dict[str, Tensor] | None) -> None:
-        super().__init__(optimizer or {}, adapter.backbone.device, OPTIMIZER_FILE)
-        self._adapter, self._has_optimizer = adapter, optimizer is not None
-
-    def _write(self, directory: Path) -> None:
-        save_adapter(self._adapter, directory)
-        if self._has_optimizer:
-            super()._write(directory)
 
 
 def open_trainer(
@@ -340,19 +301,3 @@ def _sizes(adapter: Adapter) -> AdapterLayout:
     """Return what a version's tensors are once it is trained."""
     config = adapter.config
     return config.sizes(adapter.backbone.architecture) if config.is_model else adapter.layout
-
-
-def _read_state(path: Path, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what was written of an optimizer. It is read only if its shapes are those of the parameters (or of single
-    numbers); AdapterError if they are not, or a number is not finite.
-    """
-    with open_tensors(path) as file:
-        for key, header in file.headers.items():
-            master = masters.get(key.rpartition("/")[0])
-            if header.shape and (master is None or header.shape != tuple(master.shape)):
-                needed = "is of no parameter" if master is None else f"must have the shape {list(master.shape)}"
-                raise AdapterError(
-                    f"{path} is not this adapter's: {key}, of shape {list(header.shape)}, {needed} (a job is resumed "
-                    "with the settings of the adapter that it began with)"
-                )
-        return {key: file.read_finite(key, torch.float32) for key in file.headers}
