@@ -11,8 +11,10 @@ from coserve.errors import AdapterError, GraphError
 from coserve.graph.bypass import AttachedGraph, Bypass, attach
 from coserve.graph.layouts import FIRST, WHOLE, AnyState
 from coserve.graph.parallel.bypasses import AttachedLocalGraph, attach_local
+from coserve.kernels.groups.base import Ranks
+from coserve.models.backbone import Backbone
 from coserve.models.base import Part
-from coserve.models.local import LocalModel
+from coserve.models.local import LocalModel, local_model
 from coserve.models.shares import piece
 
 
@@ -45,6 +47,19 @@ class AdapterGraphs:
             rank: number of the rank.
         """
         return piece(value, self.states.get(name, WHOLE), rank) if tuple(value.shape) == whole else value
+
+    @classmethod
+    def on(cls, config: HasBypasses, layout: AdapterLayout, backbone: Backbone) -> Self:
+        """Return the graphs of an adapter on a backbone, whose vocabulary may be another than the adapter's.
+
+        Raises:
+            AdapterError: several ranks hold the model, and the adapter cannot be divided among them.
+        """
+        own = layout.architecture
+        if backbone.ranks.size > 1 and layout.frozen is not None:
+            raise AdapterError("an adapter that brings weights of its own is not divided among ranks yet")
+        local = backbone.local if own is backbone.architecture else local_model(own, Ranks())
+        return cls.of(config, layout, local)
 
     @classmethod
     def of(cls, config: HasBypasses, layout: AdapterLayout, local: LocalModel) -> Self:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.attached import AdapterGraphs
+from coserve.adapters.divided_files import DividedAdapter
 from coserve.adapters.file_names import CONFIG_FILE, WEIGHTS_FILE
 from coserve.adapters.frozen_weights import FROZEN, FrozenWeights
 from coserve.adapters.layout import AdapterLayout
@@ -26,11 +27,9 @@ from coserve.adapters.tensor_files import write_tensors
 from coserve.adapters.whole_files import replace_file
 from coserve.errors import AdapterError
 from coserve.graph.bypass import AttachedGraph, Bypass
-from coserve.kernels.groups.base import Ranks
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
 from coserve.models.bypasses import BoundBypass, Bypasses
-from coserve.models.local import local_model
 
 # What stands before a parameter's name in PEFT's files.
 PEFT_PREFIX = "base_model.model."
@@ -169,13 +168,17 @@ class Adapter:
         masters: Mapping[str, Tensor] | None = None,
         frozen: FrozenWeights | None = None,
         frozen_weights: Mapping[str, Tensor] | None = None,
+        graphs: AdapterGraphs | None = None,
     ) -> None:
         """Make a fresh adapter; AdapterError if it fits nowhere on this model.
 
         seed: of the initial values, the same on any device. every_target: see `AdapterConfig.sites`. masters: whole
-        ones, copied in place of initial values. frozen, frozen_weights: what is not trained, and its tensors by module.
+        ones, or what this rank holds, copied in place of initial values. frozen, frozen_weights: what is not trained,
+        and its tensors by module. graphs: those of the adapter, if they have been made.
         """
         self.backbone, self.config = backbone, config
+        if graphs is not None:
+            self.graphs = graphs
         architecture = backbone.architecture
         self.layout = layout = AdapterLayout.of(config, architecture, every_target=every_target, frozen=frozen)
         self.frozen_weights = {
@@ -303,29 +306,26 @@ class Adapter:
 
     def save(self, directory: Path) -> None:
         """Write its files in PEFT's format, float32, with this backbone as the base model and causal language modelling
-        as the task; AdapterError if ranks hold parts of it.
+        as the task. Of several ranks, each writes what it holds (see `shared_files`).
         """
-        self.check_whole("saved")
         fields = {**self.config.to_peft(), **self.config.to_peft_of(self.architecture)}
         fields["base_model_name_or_path"] = self.backbone.name
-        tensors = self.config.to_peft_tensors(self.masters, self.layout) | self._frozen_in_files()
+        content = (json.dumps(fields, indent=2) + "\n").encode()
+        layout, ranks, frozen = self.layout, self.backbone.ranks, self.layout.frozen
+        if ranks.size > 1:
+            divided = DividedAdapter(form=self.config, layout=layout, graphs=self.graphs, ranks=ranks)
+            divided.write(directory, self.masters, content)
+            return
+        tensors = self.config.to_peft_tensors(self.masters, layout)
+        if frozen is not None:
+            tensors |= frozen.in_files(self.frozen_weights, self.architecture, self.config.frozen_file_name)
         write_tensors(directory / WEIGHTS_FILE, {name: each.contiguous().cpu() for name, each in tensors.items()})
-        replace_file(directory / CONFIG_FILE, (json.dumps(fields, indent=2) + "\n").encode())
+        replace_file(directory / CONFIG_FILE, content)
 
     def check_whole(self, what: str) -> None:
         """Raise AdapterError where ranks divide the model: it cannot be `what` ("saved") then."""
         if self.backbone.ranks.size > 1:
             raise AdapterError(f"the adapter of a model that is divided among ranks cannot be {what} yet")
-
-    def _frozen_in_files(self) -> dict[str, Tensor]:
-        """Return the weights that are not trained as PEFT's files have them."""
-        frozen = self.layout.frozen
-        found = {} if frozen is None else {module: self._frozen_weight(module) for module in frozen.modules}
-        return {
-            self.config.frozen_file_name(module, self.architecture): tensor
-            for module, tensor in found.items()
-            if tensor is not None
-        }
 
     def snapshot(self) -> "Adapter":
         """A copy of the parameters as they are now, which later training does not touch."""
@@ -376,11 +376,7 @@ class Adapter:
     @cached_property
     def graphs(self) -> AdapterGraphs:
         """Return the graphs of the model's parts with the bypasses, and what of each parameter this rank holds."""
-        backbone, own = self.backbone, self.architecture
-        local = backbone.local if own is backbone.architecture else local_model(own, Ranks())
-        if backbone.ranks.size > 1 and self.layout.frozen is not None:
-            raise AdapterError("an adapter that brings weights of its own is not divided among ranks yet")
-        return AdapterGraphs.of(self.config, self.layout, local)
+        return AdapterGraphs.on(self.config, self.layout, self.backbone)
 
     @cached_property
     def _bypasses(self) -> dict[bool, Bypasses]:

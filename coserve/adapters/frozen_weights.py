@@ -4,7 +4,7 @@ PEFT writes them where the vocabulary was resized, or where the embeddings are a
 (`save_embedding_layers` of its `save_pretrained`). Rows of the adapter use them in place of the model's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,19 @@ class FrozenWeights:
     def owner(self, module: str, architecture: Architecture) -> str:
         """Return the module whose tensor is a module's weight."""
         return architecture.embedding_name if self.tied and module == HEAD_MODULE else module
+
+    def in_files(
+        self, tensors: Mapping[str, Tensor], architecture: Architecture, file_name: Callable[[str, Architecture], str]
+    ) -> dict[str, Tensor]:
+        """Return the weights as PEFT's file has them.
+
+        Args:
+            tensors: the weights by the module that has them; what is lacking is not written.
+            architecture: that of the adapter.
+            file_name: gives the name in the file for a module.
+        """
+        found = {module: tensors.get(self.owner(module, architecture)) for module in self.modules}
+        return {file_name(module, architecture): tensor for module, tensor in found.items() if tensor is not None}
 
 
 def with_frozen_weight(bypass: Bypass | None, shape: tuple[int, ...]) -> Bypass:

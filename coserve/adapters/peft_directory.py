@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from coserve.adapters.attached import AdapterGraphs
 from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.adapters.brought import Brought, read_brought
+from coserve.adapters.divided_files import DividedAdapter
 from coserve.adapters.file_names import CONFIG_FILE, FULL_FILE, WEIGHTS_FILE
 from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.methods import method, method_names
@@ -69,8 +71,16 @@ def load_adapter(
             frozen = brought.without_equal(frozen_weights, backbone)
             if frozen != brought.frozen:
                 layout = AdapterLayout.of(config, architecture, every_target=False, frozen=frozen)
-            names = config.to_peft_tensors(_absent(layout), layout)
-            masters = config.from_peft_tensors({name: file.read_finite(name, backbone.dtype) for name in names}, layout)
+            graphs = None
+            if backbone.ranks.size > 1:
+                graphs = AdapterGraphs.on(config, layout, backbone)
+                divided = DividedAdapter(form=config, layout=layout, graphs=graphs, ranks=backbone.ranks)
+                masters = divided.read(file, backbone.dtype)
+            else:
+                names = config.to_peft_tensors(_absent(layout), layout)
+                masters = config.from_peft_tensors(
+                    {name: file.read_finite(name, backbone.dtype) for name in names}, layout
+                )
             adapter = Adapter(
                 backbone,
                 config,
@@ -78,6 +88,7 @@ def load_adapter(
                 masters=masters,
                 frozen=frozen,
                 frozen_weights=frozen_weights if frozen is not None else None,
+                graphs=graphs,
             )
             return config.as_served(adapter, is_fresh=False)
 

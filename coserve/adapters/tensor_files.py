@@ -42,13 +42,13 @@ class TensorFile:
         self._path, self._stack = path, stack
         self._file: Any = None
 
-    def read_finite(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return one tensor, on the CPU, as it is stored.
+    def read_finite(self, name: str, dtype: torch.dtype, at: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Return one tensor, on the CPU, as it is stored, or a block of it: a slice for each of its dimensions.
 
         Raises:
             AdapterError: one of its numbers is NaN or infinite, or would be in `dtype`, which it is computed with.
         """
-        tensor = self.read(name)
+        tensor = self.read(name, at)
         if bool(torch.isfinite(tensor.to(dtype)).all()):
             return tensor
         fault = f"numbers that are too large for {str(dtype).removeprefix('torch.')}"
@@ -56,13 +56,13 @@ class TensorFile:
             fault = "numbers that are NaN" if bool(torch.isnan(tensor.float()).any()) else "infinite numbers"
         raise AdapterError(f"{self._path}: {shown(name)[1:-1]} has {fault}; every answer with it would be wrong")
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return one tensor, on the CPU, whatever its numbers are."""
+    def read(self, name: str, at: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Return one tensor, or a block of it, on the CPU, whatever its numbers are."""
         from safetensors import safe_open
 
         if self._file is None:  # not before: this maps the whole file, whatever its size
             self._file = self._stack.enter_context(safe_open(self._path, framework="pt"))
-        tensor: torch.Tensor = self._file.get_tensor(name)
+        tensor: torch.Tensor = self._file.get_slice(name)[at] if at else self._file.get_tensor(name)
         return tensor
 
 

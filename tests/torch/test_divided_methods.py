@@ -293,11 +293,3 @@ def test_pieces_of_a_divided_model_are_not_saved_as_the_whole(tmp_path):
         with pytest.raises(AdapterError, match="divided among ranks cannot be saved"):
             weights.save(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_pieces_of_an_adapter_are_not_saved_as_the_whole(tmp_path):
-    whole = whole_backbone("qwen2")
-    for adapter in run_ranks(2, lambda group: Adapter(divided_backbone(whole, group), config_of("lora"))):
-        with pytest.raises(AdapterError, match="divided among ranks cannot be saved"):
-            adapter.save(tmp_path)
-    assert not list(tmp_path.iterdir())

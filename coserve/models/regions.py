@@ -1,0 +1,186 @@
+"""Where the piece of a tensor that a rank holds lies in files, whose tensors are whole whatever the number of ranks.
+
+A tensor of a file is a view of the whole weight or parameter: the same, transposed, or a part of it. From the view
+follows which block of the file's tensor a rank reads or writes, and which elements of the rank's piece these are.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from coserve.graph.layouts import FIRST, AnyState
+from coserve.kernels.cuts import Cut, Run, merged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """A block of a file's tensor, and the same elements as a rank holds them."""
+
+    at: tuple[slice, ...]
+    """The block: a slice for each dimension of the file's tensor."""
+    part: Tensor
+    """A view of the rank's tensor that has the shape of the block."""
+
+    def blocks(self, shape: tuple[int, ...]) -> Iterator["Block"]:
+        """Yield the region's elements as neighbours in a file's tensor of this shape."""
+        sizes = [each.stop - each.start for each in self.at]
+        # After the last dimension of which the block has only a part, elements are neighbours.
+        dim = max((dim for dim, size in enumerate(sizes) if size < shape[dim]), default=0)
+        starts, stride = [0], prod(shape)
+        for each, (own, size) in enumerate(zip(self.at[: dim + 1], shape, strict=False)):
+            stride //= max(1, size)
+            numbers = range(own.start, own.stop if each < dim else own.start + 1)
+            starts = [start + number * stride for start in starts for number in numbers]
+        if self.part.numel():
+            yield Block(starts=starts, rows=self.part.reshape(len(starts), -1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Runs of neighbouring elements of a file's tensor, all of one length."""
+
+    starts: Sequence[int]
+    """The number of each run's first element in the tensor, counted row by row."""
+    rows: Tensor
+    """The elements, [runs, length]."""
+
+
+Blocks = Callable[[], Iterator[Block]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """A tensor of a file as a view of a whole tensor."""
+
+    shape: tuple[int, ...]
+    """Of the file's tensor."""
+    dims: tuple[int | None, ...]
+    """By dimension of the file's tensor, the one of the whole tensor; None where it has one entry and is none."""
+    starts: tuple[int, ...]
+    """By dimension of the whole tensor, the first entry that is in the file's."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, whole: Tensor) -> "View | None":
+        """Return how a tensor views another one, which is contiguous; None if it does not, or takes its dimensions
+        apart or together.
+        """
+        if tensor is not whole and tensor._base is not whole:
+            return None
+        offset, starts = tensor.storage_offset() - whole.storage_offset(), list[int]()
+        for size, stride in zip(whole.shape, whole.stride(), strict=True):
+            starts.append(offset // stride if size > 1 else 0)
+            offset -= starts[-1] * stride
+        dims = list[int | None]()
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            fits = [
+                dim
+                for dim, most in enumerate(whole.shape)
+                if most > 1 and whole.stride(dim) == stride and starts[dim] + size <= most and dim not in dims
+            ]
+            if size != 1 and not fits:
+                return None
+            dims.append(fits[0] if size != 1 else None)
+        return cls(shape=tuple(tensor.shape), dims=tuple(dims), starts=tuple(starts))
+
+    @classmethod
+    def all_of(cls, shape: tuple[int, ...]) -> "View":
+        """Return the view of a tensor of this shape as it is."""
+        return cls(shape=shape, dims=tuple(range(len(shape))), starts=(0,) * len(shape))
+
+    def regions(self, piece: Tensor, state: AnyState, rank: int) -> Iterator[Region]:
+        """Yield what a rank holds of the file's tensor, for reading it.
+
+        Args:
+            piece: the rank's piece of the whole tensor.
+            state: how ranks divide that.
+            rank: number of the rank.
+        """
+        if isinstance(state, Cut):
+            yield from self._cut_regions(piece, state, held_runs(state, rank))
+        elif rank == 0 or state is not FIRST:
+            yield self._region(piece, None, 0, 0, 0)
+
+    def owned_regions(self, piece: Tensor, state: AnyState, rank: int) -> Iterator[Region]:
+        """Yield what a rank writes of the file's tensor: what it holds and no rank before it does; see `regions`."""
+        if isinstance(state, Cut):
+            yield from self._cut_regions(piece, state, owned_runs(state, rank))
+        elif rank == 0:
+            yield self._region(piece, None, 0, 0, 0)
+
+    def _cut_regions(self, piece: Tensor, cut: Cut, runs: Sequence[tuple[Run, int]]) -> Iterator[Region]:
+        dim = piece.ndim + cut.dim
+        first = self.starts[dim]
+        stop = first + (self.shape[self.dims.index(dim)] if dim in self.dims else 1)
+        for run, start in runs:
+            low, high = max(run.start, first), min(run.stop, stop)
+            if low < high:
+                yield self._region(piece, dim, low - first, high - low, start + low - run.start)
+
+    def _region(self, piece: Tensor, dim: int | None, first: int, size: int, local: int) -> Region:
+        """Return the region of `size` entries of a dimension of the whole tensor, from `first` on in the file's tensor
+        and from `local` on in the piece; of all entries, where there is no such dimension.
+        """
+        index = list[int | slice]()
+        for each, start in enumerate(self.starts):
+            is_cut = each == dim
+            begin = local if is_cut else start
+            if each not in self.dims:
+                index.append(begin)
+            else:
+                length = size if is_cut else self.shape[self.dims.index(each)]
+                index.append(slice(begin, begin + length))
+        part = piece[tuple(index)]
+        own = [each for each in self.dims if each is not None]
+        part = part.permute([sorted(own).index(each) for each in own])
+        at = list[slice]()
+        for place, (shown, length) in enumerate(zip(self.dims, self.shape, strict=True)):
+            if shown is None:
+                part = part.unsqueeze(place)
+            at.append(slice(first, first + size) if shown is not None and shown == dim else slice(0, length))
+        return Region(at=tuple(at), part=part)
+
+
+def held_runs(cut: Cut, rank: int) -> list[tuple[Run, int]]:
+    """Return the runs of entries that a rank holds, and where each begins in the rank's piece; without padding."""
+    found, start = list[tuple[Run, int]](), 0
+    for run in cut.runs[rank]:
+        stop = min(run.stop, cut.width)
+        if run.start < stop:
+            found.append((Run(start=run.start, stop=stop), start))
+        start += run.stop - run.start
+    return found
+
+
+def owned_runs(cut: Cut, rank: int) -> list[tuple[Run, int]]:
+    """Return the same of the entries that no rank before it holds: each entry is one rank's."""
+    others = merged(run for runs in cut.runs[:rank] for run in runs)
+    found = list[tuple[Run, int]]()
+    for run, start in held_runs(cut, rank):
+        begin = run.start
+        for other in (*others, Run(start=run.stop, stop=run.stop)):
+            if begin < min(other.start, run.stop):
+                own = Run(start=begin, stop=min(other.start, run.stop))
+                found.append((own, start + own.start - run.start))
+            begin = max(begin, other.stop)
+    return found
+
+
+def marked_blocks(values: Tensor, marks: Tensor) -> Iterator[Block]:
+    """Yield the elements of a file's tensor that are marked, run by run.
+
+    Args:
+        values: the tensor, of which only these elements are right.
+        marks: bool, of the same shape.
+    """
+    flat, values = marks.reshape(-1).to(torch.int8), values.reshape(-1)
+    steps = torch.diff(flat, prepend=flat.new_zeros(1), append=flat.new_zeros(1)).nonzero()[:, 0].tolist()
+    for start, stop in zip(steps[::2], steps[1::2], strict=True):
+        yield Block(starts=[start], rows=values[None, start:stop])
+
+
+def region_blocks(regions: Callable[[], Iterator[Region]], shape: tuple[int, ...]) -> Blocks:
+    """Return what gives the blocks of regions of a file's tensor of this shape."""
+    return lambda: (block for region in regions() for block in region.blocks(shape))
