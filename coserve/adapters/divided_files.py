@@ -16,6 +16,7 @@ from torch import Tensor
 
 from coserve.adapters.attached import AdapterGraphs
 from coserve.adapters.file_names import CONFIG_FILE, WEIGHTS_FILE
+from coserve.adapters.held_tensors import read_piece
 from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.tensor_files import TensorFile
 from coserve.graph.layouts import WHOLE, AnyState
@@ -113,10 +114,10 @@ class DividedAdapter:
 
     def _views(self) -> tuple[dict[str, "_Viewed"], dict[str, tuple[int, ...]]]:
         """Return the tensors of PEFT's file that are views of a parameter, and the shapes of all of them."""
-        absent = {name: torch.empty(shape, device="meta") for name, shape in self.layout.shapes.items()}
-        owners = {id(tensor): name for name, tensor in absent.items()}
         viewed, shapes = dict[str, _Viewed](), dict[str, tuple[int, ...]]()
-        with torch.inference_mode(False):  # where views do not say what they are of
+        with torch.inference_mode(False):  # within, views do not say what they are of
+            absent = {name: torch.empty(shape, device="meta") for name, shape in self.layout.shapes.items()}
+            owners = {id(tensor): name for name, tensor in absent.items()}
             for name, tensor in self.form.to_peft_tensors(absent, self.layout).items():
                 shapes[name] = tuple(tensor.shape)
                 base = tensor if tensor._base is None else tensor._base
@@ -140,65 +141,6 @@ class _Viewed:
 
     parameter: str
     view: View
-
-
-def read_piece(
-    file: TensorFile,
-    name: str,
-    view: View,
-    shape: tuple[int, ...],
-    state: AnyState,
-    rank: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return what a rank holds of a tensor that a file has a view of, float32; zeros where the rank holds none.
-
-    Args:
-        file: to be read.
-        name: of the tensor in the file.
-        view: how the file's tensor views the whole one.
-        shape: of the whole tensor.
-        state: how ranks divide it.
-        rank: number of the rank.
-        dtype: that numbers must be finite in.
-
-    Raises:
-        AdapterError: what is read holds numbers that are not finite.
-    """
-    own = torch.zeros(state.local_shape(shape) if isinstance(state, Cut) else shape)
-    for region in view.regions(own, state, rank):
-        region.part.copy_(file.read_finite(name, dtype, region.at))
-    return own
-
-
-def state_tensors(tensors: Mapping[str, Tensor], states: Mapping[str, AnyState], rank: int) -> dict[str, FileTensor]:
-    """Return tensors of an optimizer or of gradients, as a rank writes them.
-
-    Args:
-        tensors: what the rank holds, by a parameter's name, or that and what it is ("…/exp_avg").
-        states: how ranks divide the parameters, by name; what is left out is whole.
-        rank: number of the rank.
-    """
-    found = dict[str, FileTensor]()
-    for name, tensor in tensors.items():
-        state = state_in_file(name, tensor.ndim, states)
-        shape = whole_shape(tuple(tensor.shape), state)
-        regions = partial(View.all_of(shape).owned_regions, tensor, state, rank)
-        found[name] = FileTensor(shape=shape, dtype=tensor.dtype, blocks=region_blocks(regions, shape))
-    return found
-
-
-def state_in_file(name: str, num_dims: int, states: Mapping[str, AnyState]) -> AnyState:
-    """Return how ranks divide a tensor that is a parameter's (see `state_tensors`); single numbers are whole."""
-    return states.get(name, states.get(name.rpartition("/")[0], WHOLE)) if num_dims else WHOLE
-
-
-def whole_shape(shape: tuple[int, ...], state: AnyState) -> tuple[int, ...]:
-    """Return the shape of a whole tensor from that of a rank's piece."""
-    if not isinstance(state, Cut):
-        return shape
-    place = len(shape) + state.dim
-    return (*shape[:place], state.width, *shape[place + 1 :])
 
 
 def _owned_marks(own: Tensor, state: AnyState, rank: int) -> Tensor:

@@ -22,8 +22,10 @@ from coserve.graph.bypass import AttachedGraph
 from coserve.kernels.weights import Weight
 from coserve.models.backbone import Backbone
 from coserve.models.base import HEAD, Architecture, Part
-from coserve.models.restoring import read_weights
+from coserve.models.restoring import HeldWeights, read_weights
 from coserve.models.saving import save_model
+from coserve.models.saving_pieces import save_model_pieces
+from coserve.models.shared_files import write_shared_bytes
 from coserve.models.source import find_model
 
 
@@ -87,7 +89,7 @@ class FullWeights(Adapter):
     def restore(self, directory: Path | None = None) -> None:
         """Begin anew with the weights of the model's files, or of what `save` wrote; ModelError if there are none."""
         source = find_model(self.backbone.name if directory is None else str(directory))
-        read_weights(self.backbone.architecture, source, self.masters)
+        read_weights(self.backbone.architecture, source, self._held)
         self.sync_compute_copy()
         for name, master in self.masters.items():
             master.copy_(self._served(name))  # rounded, as they were when they were loaded
@@ -114,15 +116,22 @@ class FullWeights(Adapter):
         return rest
 
     def save(self, directory: Path) -> None:
-        """Write a model in Hugging Face's layout, and which of its weights were trained.
-
-        Raises:
-            AdapterError: ranks hold parts of the model.
+        """Write a model in Hugging Face's layout, and which of its weights were trained. Of several ranks, each writes
+        what it holds (see `shared_files`).
         """
-        self.check_whole("saved")
-        architecture = self.backbone.architecture
-        save_model(architecture, find_model(self.backbone.name), directory, self.masters, keeps_tie=True)
-        replace_file(directory / FULL_FILE, (json.dumps(self.config.to_peft(), indent=2) + "\n").encode())
+        architecture, ranks = self.backbone.architecture, self.backbone.ranks
+        source = find_model(self.backbone.name)
+        content = (json.dumps(self.config.to_peft(), indent=2) + "\n").encode()
+        if ranks.size > 1:
+            save_model_pieces(architecture, source, directory, self._held, ranks)
+            write_shared_bytes(directory / FULL_FILE, content, ranks)
+            return
+        save_model(architecture, source, directory, self.masters, keeps_tie=True)
+        replace_file(directory / FULL_FILE, content)
+
+    @property
+    def _held(self) -> HeldWeights:
+        return HeldWeights(weights=self.masters, states=self.graphs.states, rank=self.backbone.ranks.rank)
 
     @property
     def _table(self) -> str:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from coserve.adapters.base import Adapter
+from coserve.adapters.held_tensors import HeldTensors
 from coserve.adapters.peft_directory import save_adapter
-from coserve.adapters.tensor_files import open_tensors, write_tensors
+from coserve.adapters.tensor_files import open_tensors
 from coserve.devices.job_messages import OPTIMIZER_FILE
 from coserve.devices.torch_exchange import CONTRIBUTION_FILE
 from coserve.errors import AdapterError
@@ -18,9 +19,18 @@ from coserve.errors import AdapterError
 class TorchCopy:
     """A copy of tensors, which later training does not touch; may be written from any thread, beside steps."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, file: str = CONTRIBUTION_FILE) -> None:
-        """file: that they are written to."""
-        self._tensors, self._device, self._file = tensors, device, file
+    def __init__(
+        self, tensors: Mapping[str, Tensor], held: HeldTensors, device: torch.device, file: str = CONTRIBUTION_FILE
+    ) -> None:
+        """Keep tensors that are copies already.
+
+        Args:
+            tensors: by name.
+            held: what of the whole tensors they are.
+            device: that they lie on.
+            file: that they are written to.
+        """
+        self._tensors, self._held, self._device, self._file = tensors, held, device, file
         self._taken: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -37,14 +47,15 @@ class TorchCopy:
             self._write(directory)
 
     def _write(self, directory: Path) -> None:
-        write_tensors(directory / self._file, self._tensors)
+        self._held.write(directory / self._file, self._tensors)
 
 
 class TorchCheckpoint(TorchCopy):
     """Of a job: its adapter, and the optimizer's state unless that is gone."""
 
-    def __init__(self, adapter: Adapter, optimizer: dict[str, Tensor] | None) -> None:
-        super().__init__(optimizer or {}, adapter.backbone.device, OPTIMIZER_FILE)
+    def __init__(self, adapter: Adapter, optimizer: dict[str, Tensor] | None, held: HeldTensors) -> None:
+        """optimizer: its state, by name; None: it is gone. held: what of the whole tensors that is."""
+        super().__init__(optimizer or {}, held, adapter.backbone.device, OPTIMIZER_FILE)
         self._adapter, self._has_optimizer = adapter, optimizer is not None
 
     def _write(self, directory: Path) -> None:
@@ -53,17 +64,26 @@ class TorchCheckpoint(TorchCopy):
             super()._write(directory)
 
 
-def read_state(path: Path, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what was written of an optimizer. It is read only if its shapes are those of the parameters (or of single
-    numbers); AdapterError if they are not, or a number is not finite.
+def read_state(path: Path, masters: Mapping[str, Tensor], held: HeldTensors) -> dict[str, Tensor]:
+    """Return what was written of an optimizer, or this rank's pieces of it. It is read only if its shapes are those of
+    the parameters (or of single numbers).
+
+    Args:
+        path: the file.
+        masters: the parameters by name.
+        held: what of the whole parameters they are.
+
+    Raises:
+        AdapterError: shapes are others, or a number is not finite.
     """
+    shapes = {name: held.whole_shape(name, master) for name, master in masters.items()}
     with open_tensors(path) as file:
         for key, header in file.headers.items():
-            master = masters.get(key.rpartition("/")[0])
-            if header.shape and (master is None or header.shape != tuple(master.shape)):
-                needed = "is of no parameter" if master is None else f"must have the shape {list(master.shape)}"
+            shape = shapes.get(key.rpartition("/")[0])
+            if header.shape and header.shape != shape:
+                needed = "is of no parameter" if shape is None else f"must have the shape {list(shape)}"
                 raise AdapterError(
                     f"{path} is not this adapter's: {key}, of shape {list(header.shape)}, {needed} (a job is resumed "
                     "with the settings of the adapter that it began with)"
                 )
-        return {key: file.read_finite(key, torch.float32) for key in file.headers}
+        return {key: held.read(file, key, torch.float32) for key in file.headers}

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from coserve.adapters.held_tensors import HeldTensors
 from coserve.adapters.tensor_files import open_tensors
 from coserve.errors import AdapterError
 from coserve.tuning.optimizer import AdapterOptimizer
@@ -23,9 +24,15 @@ CONTRIBUTION_FILE = "contribution.safetensors"
 class TorchExchange:
     """One node's end."""
 
-    def __init__(self, shard: Shard, trained: Mapping[str, Tensor]) -> None:
-        """trained: what gradients are of, or what makes progress; float32, by name."""
-        self._shard, self._trained = shard, trained
+    def __init__(self, shard: Shard, trained: Mapping[str, Tensor], held: HeldTensors) -> None:
+        """Begin with nothing read.
+
+        Args:
+            shard: this node's part of the job.
+            trained: what gradients are of, or what makes progress; float32, by name.
+            held: what of the whole tensors that is.
+        """
+        self._shard, self._trained, self.held = shard, trained, held
         self._base: dict[str, Tensor] = {}  # what all contributions so far have made, in the order of all nodes
         self._next_base: dict[str, Tensor] | None = None  # what it is once `note_taken` says so
         self._read: list[dict[str, Tensor]] = []  # on the CPU; not taken in yet
@@ -44,8 +51,8 @@ class TorchExchange:
 
     @torch.inference_mode()
     def take(self, gradients: Mapping[str, Tensor] | None, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the others are to have: gradients (None: it has none), or how far the values have come since nodes last
-        exchanged them, and the optimizer's moments.
+        """What the others are to have: gradients, complete ones (None: it has none), or how far the values have come
+        since nodes last exchanged them, and the optimizer's moments.
         """
         if self._shard.gives_gradients:
             return dict(gradients or {})
@@ -53,16 +60,16 @@ class TorchExchange:
         return progress | {name: tensor.clone() for name, tensor in moments.items()}
 
     def read(self, directories: tuple[str, ...]) -> None:
-        """Read contributions, for later; from any thread. AdapterError for their files."""
+        """Read contributions (this rank's pieces) for later; from any thread. AdapterError for their files."""
         found = []
+        shapes = {name: self.held.whole_shape(name, tensor) for name, tensor in self._trained.items()}
         for directory in directories:
             path = Path(directory) / CONTRIBUTION_FILE
             with open_tensors(path) as file:
                 for name, header in file.headers.items():
-                    trained = self._trained.get(name.rpartition("/")[0] or name)
-                    if trained is None or header.shape != tuple(trained.shape):
+                    if header.shape != shapes.get(name.rpartition("/")[0] or name):
                         raise AdapterError(f"{path} is no contribution to this job: {name}, {list(header.shape)}")
-                found.append({name: file.read(name) for name in file.headers})
+                found.append({name: self.held.read(file, name) for name in file.headers})
         self._read += found
 
     @torch.inference_mode()

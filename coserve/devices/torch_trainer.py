@@ -1,6 +1,6 @@
 """A job's tensors on a torch device: its adapter, the optimizer's state, the gradients of the step, and one pack."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coserve.adapters.base import Adapter
 from coserve.adapters.full_weights import FullWeights
+from coserve.adapters.held_tensors import HeldTensors
 from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.peft_directory import adapter_config, load_adapter
 from coserve.adapters.reparametrization import Reparametrization
@@ -22,6 +23,7 @@ from coserve.devices.swap_messages import MovePack
 from coserve.devices.torch_copies import TorchCheckpoint, TorchCopy, read_state
 from coserve.devices.torch_exchange import TorchExchange
 from coserve.errors import AdapterError
+from coserve.graph.layouts import AnyState
 from coserve.memory.activations import LentRuns
 from coserve.memory.paged_kv import PagedKv
 from coserve.memory.weight_window import WeightWindow
@@ -63,12 +65,15 @@ class TorchTrainer:
         self.adapter, self.window, self._reparametrization = adapter, window, reparametrization
         self.training_pass: TrainingPass | None = None
         trained = adapter.masters if reparametrization is None else reparametrization.parameters
+        self.states: Mapping[str, AnyState] = dict(adapter.graphs.states)
+        """How ranks divide what is trained, by name; what is left out is whole."""
         self.optimizer: AdapterOptimizer | None = AdapterOptimizer(trained, config.optimizer)
         self.moments = OptimizerMemory(self.optimizer, adapter.backbone.device, need_pages=moments_need_pages)
         self._moments_need_pages = moments_need_pages
         self.exchange: TorchExchange | None = None
         if shard is not None:
-            self.exchange = TorchExchange(shard, adapter.masters if shard.gives_gradients else trained)
+            given = (adapter.masters, adapter.graphs.states) if shard.gives_gradients else (trained, self.states)
+            self.exchange = TorchExchange(shard, given[0], self._held(given[1]))
         self._programs = training_programs(
             adapter, max_recompute=config.max_recompute, mean_context_len=mean_context_len
         )
@@ -184,7 +189,8 @@ class TorchTrainer:
         assert self.exchange is not None and self.optimizer is not None
         self._join_last()
         moments = self.optimizer.moments | self.moments.away(on_device=False)
-        taken = TorchCopy(self.exchange.take(self._gradients, moments), self.adapter.backbone.device)
+        given = self.exchange.take(self._gradients, moments)
+        taken = TorchCopy(given, self.exchange.held, self.adapter.backbone.device)
         self._gradients = None  # last: where there was no memory, they are there still
         return taken
 
@@ -202,7 +208,7 @@ class TorchTrainer:
 
     def checkpoint(self) -> TorchCheckpoint:
         if self.optimizer is None:
-            return TorchCheckpoint(self.version(for_checkpoint=True), None)
+            return TorchCheckpoint(self.version(for_checkpoint=True), None, self._held(self.states))
         state = (
             self.optimizer.state(on_host=self._moments_need_pages)
             | self.moments.away(on_device=False)
@@ -210,7 +216,10 @@ class TorchTrainer:
         )
         if self._reparametrization is not None:
             state |= self._reparametrization.state()
-        return TorchCheckpoint(self.version(for_checkpoint=True), state)
+        return TorchCheckpoint(self.version(for_checkpoint=True), state, self._held(self.states))
+
+    def _held(self, states: Mapping[str, AnyState]) -> HeldTensors:
+        return HeldTensors(states=states, ranks=self.adapter.backbone.ranks)
 
     @torch.inference_mode()
     def version(self, *, for_checkpoint: bool = False) -> Adapter:
@@ -226,7 +235,7 @@ class TorchTrainer:
         replaced = self._reparametrization
         masters = self.adapter.masters if replaced is None else replaced.parameters
         try:
-            state = read_state(path, masters)
+            state = read_state(path, masters, self._held(self.states))
             if replaced is not None:
                 state = replaced.load_state(state)
             state = self.adapter.load_state(state)

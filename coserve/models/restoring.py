@@ -1,28 +1,88 @@
 """A model's weights as its files have them, for one whose weights have been changed since."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from coserve.errors import ModelError
+from coserve.graph.layouts import WHOLE, AnyState
 from coserve.models.base import Architecture
-from coserve.models.entries import open_file
+from coserve.models.entries import Entry, open_file
+from coserve.models.regions import View
 from coserve.models.source import ModelSource
 from coserve.models.weights import find_weights
 
 
-def read_weights(architecture: Architecture, source: ModelSource, weights: Mapping[str, Tensor]) -> None:
-    """Overwrite weights, by full name, with those of the files; ModelError if there are none."""
+@dataclass(frozen=True, kw_only=True)
+class HeldWeights:
+    """What a rank holds of some of a model's weights, by full name."""
+
+    weights: Mapping[str, Tensor]
+    """The rank's pieces."""
+    states: Mapping[str, AnyState]
+    """How ranks divide the weights; what is left out is whole."""
+    rank: int = 0
+    """Number of the rank."""
+
+    def stored(self, architecture: Architecture) -> "dict[str, StoredPiece]":
+        """Return what the rank holds of each of the checkpoint's tensors that the weights are, by its name."""
+        found = dict[str, StoredPiece]()
+        for name, weight in self.weights.items():
+            stored, state = architecture.stored_as(name), self.states.get(name, WHOLE)
+            with torch.inference_mode(False):  # within, views do not say what they are of
+                whole = torch.empty(architecture.weight_shapes[name], device="meta")
+                views = [View.of(each, whole) for each in stored.views(whole)]
+            for tensor, view in zip(stored.names, views, strict=True):
+                assert view is not None, f"{tensor} is no view of {name}"
+                found[tensor] = StoredPiece(weight=name, piece=weight, view=view, state=state)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoredPiece:
+    """What a rank holds of a weight, and one of the checkpoint's tensors as a view of the whole weight."""
+
+    weight: str
+    """Full name of the weight."""
+    piece: Tensor
+    """What the rank holds of it."""
+    view: View
+    """The checkpoint's tensor."""
+    state: AnyState
+    """How ranks divide the weight."""
+
+
+def read_weights(architecture: Architecture, source: ModelSource, held: HeldWeights) -> None:
+    """Overwrite weights with those of the files, of which only what the rank holds is read.
+
+    Raises:
+        ModelError: there are no files. WeightsError: they are damaged, or of another model.
+    """
     if source.directory is None:
         raise ModelError(f"{source.name} has no files of weights, so none can be read again")
-    wanted: dict[str, Tensor] = {}
-    for name, weight in weights.items():
-        stored = architecture.stored_as(name)
-        wanted |= dict(zip(stored.names, stored.views(weight), strict=True))
+    wanted = held.stored(architecture)
     found = find_weights(architecture, source.directory)
     for file, entries in groupby(found.items(), key=lambda item: item[1].file):
         with open_file(file) as reader:
             for name, entry in entries:
-                if name in wanted:
-                    wanted[name].copy_(entry.read(reader))
+                if (each := wanted.get(name)) is not None:
+                    for region in each.view.regions(each.piece, each.state, held.rank):
+                        region.part.copy_(_read(entry, reader, region.at))
+
+
+def _read(entry: Entry, reader: Any, at: tuple[slice, ...]) -> Tensor:
+    """Read a block of a checkpoint's tensor. reader: of its file."""
+    if all(each.stop - each.start == size for each, size in zip(at, entry.shape, strict=True)):
+        return entry.read(reader)
+    if entry.at is not None:
+        expert, rows = entry.at
+        own, *columns = at
+        index = (expert, slice(rows.start + own.start, rows.start + own.stop), *columns)
+    else:
+        index = at
+    tensor: Tensor = reader.get_slice(entry.name)[index]
+    return tensor

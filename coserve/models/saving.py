@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -41,13 +41,7 @@ def save_model(
     Raises:
         ModelError: the model has no files, or a weight has no place in them. OSError: they cannot be written.
     """
-    if source.directory is None:
-        raise ModelError(no_files(source))
-    if (quantisation := quantisation_of_model(architecture)) is not None:
-        raise ModelError(
-            f"{source.name} is quantised ({quantisation.words}), and changed weights have no place in its files; "
-            "give the model that it was made from"
-        )
+    files = files_of(architecture, source)
     table, head = stored_name(architecture, f"{architecture.embedding_name}.weight"), stored_head(architecture)
     tensors = _as_stored(architecture, changed)
     is_other = bool({table, head} & tensors.keys())
@@ -55,17 +49,38 @@ def save_model(
     if architecture.tied and is_other and keeps_tie:
         tensors[head] = tensors[table]  # where files have it as well
     directory.mkdir(parents=True, exist_ok=True)
-    for pattern in _SMALL_FILES:
-        for path in source.directory.glob(pattern):
-            shutil.copy(path, directory)
+    for path in small_files(files):
+        shutil.copy(path, directory)
     left = set(tensors) - ({head} if architecture.tied else set())
-    for path in weight_files(source.directory):
+    for path in weight_files(files):
         left -= _write_file(architecture, path, directory / path.name, tensors, (table, head) if unties else None)
     if left:
-        raise ModelError(f"{source.directory} has no tensor {sorted(left)[0]}; its files have another layout")
+        raise ModelError(no_place(files, left))
     if unties:
         _edit(directory / "config.json", {"tie_word_embeddings": False})
         _add_to_index(directory / _INDEX, table, head)
+
+
+def files_of(architecture: Architecture, source: ModelSource) -> Path:
+    """Return the directory of a model's files; ModelError where changed weights have no place in files like them."""
+    if source.directory is None:
+        raise ModelError(no_files(source))
+    if (quantisation := quantisation_of_model(architecture)) is not None:
+        raise ModelError(
+            f"{source.name} is quantised ({quantisation.words}), and changed weights have no place in its files; "
+            "give the model that it was made from"
+        )
+    return source.directory
+
+
+def small_files(directory: Path) -> list[Path]:
+    """Return the files of a model beside its weights."""
+    return [path for pattern in _SMALL_FILES for path in directory.glob(pattern)]
+
+
+def no_place(directory: Path, tensors: Collection[str]) -> str:
+    """Return what is wrong with the files of a directory that have no place for tensors."""
+    return f"{directory} has no tensor {min(tensors)}; its files have another layout"
 
 
 def no_files(source: ModelSource) -> str:

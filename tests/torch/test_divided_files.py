@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -10,19 +11,22 @@ import torch
 from lengths import long_but
 from peft import PeftModel
 from peft_methods import CASES, config_of
-from ranks import random_masters, relative_error, whole_backbone
+from ranks import REFUSED, random_masters, relative_error, whole_backbone
 from safetensors.torch import load_file, save, save_file
-from support import make_model, random_tokens
+from support import make_model, model_directory, random_tokens
 
 from coserve.adapters import Adapter, LoraConfig, load_adapter, save_adapter
 from coserve.adapters.divided_files import DividedAdapter
 from coserve.adapters.file_names import CONFIG_FILE, WEIGHTS_FILE
+from coserve.adapters.full_model import serve_full_model
+from coserve.adapters.full_weights import FullWeights
+from coserve.adapters.methods.full import FullConfig
 from coserve.errors import AdapterError
 from coserve.graph.layouts import FIRST, WHOLE
 from coserve.kernels.cuts import Cut, Run, even_cut
 from coserve.kernels.groups.base import Ranks
 from coserve.kernels.groups.threads import run_ranks
-from coserve.models import CachedSequence, forward, logits, shared_files
+from coserve.models import CachedSequence, forward, load_backbone, logits, shared_files
 from coserve.models.dividing import divided_backbone, piece
 from coserve.models.regions import View, owned_runs, region_blocks
 from coserve.models.shared_files import FileTensor, named_when_written, pending, write_shared_tensors
@@ -125,6 +129,69 @@ def test_a_damaged_file_is_refused(tmp_path, fault):
     words = {"nan": "numbers that are NaN", "infinite": "infinite numbers", "cut short": "damaged or cut short"}
     assert words.get(fault, "has shape") in second
     assert bool(first) == (fault in ("cut short", "misshapen")), "rank 0 has the rows before"
+
+
+# -- whole models -------------------------------------------------------------------------
+
+
+MODELS = ["llama", "llama-biases-tied", "gpt2", "phi3", "falcon-new", "gpt-neox", "mixtral", "qwen3-moe", "gpt-oss"]
+MODELS += ["qwen3-next", "opt", "qwen3.5-moe"]
+
+
+def full_weights(backbone, seed=None, **settings):
+    """Weights as a job trains them; with a seed, others than the backbone has."""
+    config = FullConfig(**settings)
+    weights = FullWeights(backbone, config, config.chosen(backbone.architecture))
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        for name, (part, tensor) in weights.sites.items():
+            whole = torch.randn(backbone.architecture.weight_shapes[name], generator=generator)
+            weights.masters[name] = piece(whole, backbone.local.state(part, tensor), backbone.ranks.rank)
+    return weights
+
+
+def write_all(made, directory):
+    """Have what ranks hold written by all of them, the last one first; returns the files' contents by name."""
+    directory.mkdir(exist_ok=True)
+    with named_when_written(directory):
+        for each in reversed(made):
+            each.save(directory)
+    return files_below(directory)
+
+
+def files_below(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("settings", [{}, {"target_modules": ("q_proj", "down_proj", "c_attn", "qkv_proj")}], ids=str)
+@pytest.mark.parametrize("family", long_but("llama-biases-tied", "gpt2", "phi3", "mixtral", of=MODELS))
+def test_a_model_of_ranks_is_one_ranks_on_disk(family, settings, tmp_path):
+    """Fused projections and experts lie in files as they do in the model's own."""
+    try:
+        FullConfig(**settings).chosen(whole_backbone(family).architecture)
+    except AdapterError:
+        pytest.skip("this model has none of the modules")
+    whole = whole_backbone(family)
+    full_weights(whole, seed=1, **settings).save(tmp_path / "alone")
+    alone = files_below(tmp_path / "alone")
+    sizes = [size for size in (2, 4) if (family, size) not in REFUSED]
+    for size in sizes:
+        made = run_ranks(size, lambda group: full_weights(divided_backbone(whole, group), 1, **settings))
+        assert write_all(made, tmp_path / str(size)) == alone
+
+    def served(group):
+        fresh = load_backbone(str(model_directory(family)), dtype="float32", kernels="plain")
+        backbone = divided_backbone(fresh, group) if group.size > 1 else fresh
+        serve_full_model(backbone, tmp_path / str(sizes[0]), lambda what, layout: nullcontext())
+        return full_weights(backbone, **settings)
+
+    (expected,) = run_ranks(1, served)
+    for size in sizes:
+        for rank, found in enumerate(run_ranks(size, served)):
+            states = found.graphs.states
+            assert found.masters.keys() == expected.masters.keys()
+            for name, master in expected.masters.items():
+                assert torch.equal(found.masters[name], piece(master, states.get(name, WHOLE), rank)), name
 
 
 # -- files of pieces ----------------------------------------------------------------------

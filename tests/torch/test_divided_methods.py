@@ -281,15 +281,3 @@ def test_optimizer_steps_on_a_divided_model_are_refused():
     for adapter in run_ranks(2, lambda group: Adapter(divided_backbone(whole, group), config_of("lora"))):
         with pytest.raises(AdapterError, match="cannot be trained with optimizer steps yet"):
             TorchTrainer(adapter, TuningConfig(), mean_context_len=16)
-
-
-def test_pieces_of_a_divided_model_are_not_saved_as_the_whole(tmp_path):
-    whole, config = whole_backbone("qwen2"), FullConfig()
-
-    def make(group):
-        return FullWeights(divided_backbone(whole, group), config, config.chosen(whole.architecture))
-
-    for weights in run_ranks(2, make):
-        with pytest.raises(AdapterError, match="divided among ranks cannot be saved"):
-            weights.save(tmp_path)
-    assert not list(tmp_path.iterdir())
