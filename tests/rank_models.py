@@ -1,8 +1,14 @@
 """What the processes of a group of ranks do with a model in tests: functions of one rank."""
 
+import itertools
+import os
+import signal
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from coserve.adapters import Adapter, LoraConfig, save_adapter
 from coserve.kernels.groups.base import RankGroup
 from coserve.memory.paged_kv import PagedKv
 from coserve.models import forward, load_backbone, logits
@@ -30,3 +36,19 @@ def decode(group: RankGroup, directory: str, dtype: str) -> tuple[Tensor, Tensor
         found.append(logits(backbone, torch.cat(rows)))
         num_traces += sum(calls is not None for calls in pages.stores.traces.values())
     return found[0], found[1], num_traces
+
+
+def save_adapter_of_ranks(group: RankGroup, directory: str, target: str, dies_after: int | None) -> None:
+    """Write a rank's pieces of an adapter. dies_after: the number of pieces after which rank 1 is killed, if it is."""
+    backbone = divided_backbone(load_backbone(directory, dtype="float32"), group)
+    adapter = Adapter(backbone, LoraConfig(r=4, target_modules="all-linear"), seed=3)
+    if group.rank == 1 and dies_after is not None:
+        pwrite, numbers = os.pwrite, itertools.count()
+
+        def mortal(*arguments: Any) -> int:
+            if next(numbers) == dies_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return pwrite(*arguments)
+
+        os.pwrite = mortal
+    save_adapter(adapter, target)

@@ -11,6 +11,8 @@ import torch
 from lengths import long_but
 from peft import PeftModel
 from peft_methods import CASES, config_of
+from rank_models import save_adapter_of_ranks
+from rank_processes import KILLED, run_processes
 from ranks import REFUSED, random_masters, relative_error, whole_backbone
 from safetensors.torch import load_file, save, save_file
 from support import make_model, model_directory, random_tokens
@@ -21,7 +23,7 @@ from coserve.adapters.file_names import CONFIG_FILE, WEIGHTS_FILE
 from coserve.adapters.full_model import serve_full_model
 from coserve.adapters.full_weights import FullWeights
 from coserve.adapters.methods.full import FullConfig
-from coserve.errors import AdapterError
+from coserve.errors import AdapterError, DeviceGoneError
 from coserve.graph.layouts import FIRST, WHOLE
 from coserve.kernels.cuts import Cut, Run, even_cut
 from coserve.kernels.groups.base import Ranks
@@ -330,6 +332,28 @@ def test_a_rank_that_fails_leaves_no_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"), named_when_written(tmp_path / "there"):
         run_ranks(2, lambda group: save_adapter(Adapter(divided_backbone(whole, group), config), tmp_path / "there"))
     assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dies_after", [0, 3, 12])
+def test_a_rank_that_is_killed_leaves_nothing_that_looks_whole(dies_after, tmp_path):
+    """What it leaves has other names, and is gone once the adapter is written again."""
+    model, target = str(model_directory("qwen2")), tmp_path / "adapter"
+
+    def write():
+        with named_when_written(target):
+            assert run_processes(2, save_adapter_of_ranks, model, str(target), dies_after)[1] == KILLED
+            assert {path.name for path in target.iterdir()} == {pending(target / name).name for name in FILES}
+            raise DeviceGoneError("rank 1 has ended")
+
+    with pytest.raises(DeviceGoneError):
+        write()
+    assert not list(target.iterdir())
+    with named_when_written(target):
+        assert run_processes(2, save_adapter_of_ranks, model, str(target), None) == [None, None]
+    whole = whole_backbone("qwen2")
+    save_adapter(Adapter(whole, LoraConfig(r=4, target_modules="all-linear"), seed=3), tmp_path / "alone")
+    assert files_below(target) == files_below(tmp_path / "alone")
 
 
 def test_the_system_may_take_a_part_of_what_is_written(tmp_path, monkeypatch):
