@@ -47,14 +47,18 @@ class Brought:
         return {module: file.read_finite(name, dtype) for module, name in self.sources.items()}
 
     def without_equal(self, tensors: dict[str, Tensor], backbone: Backbone) -> FrozenWeights | None:
-        """Return the weights that are others than the backbone's, and take the rest out of `tensors`."""
+        """Return the weights that are others than the backbone's, and take the rest out of `tensors`.
+
+        A rank compares what it holds; one that finds no difference where others do goes on without them, and the
+        others refuse the adapter.
+        """
         frozen, architecture = self.frozen, backbone.architecture
         if frozen is None or frozen.vocab_size != architecture.vocab_size:
             return frozen
         sites = frozen.sites(architecture)
         for module in list(tensors):
-            weight = Site(place=Place.of(architecture, module, *sites[module]), backbone=backbone).weight
-            if not differs(tensors[module], weight.dense(), weight.max_rounding):
+            site = Site(place=Place.of(architecture, module, *sites[module]), backbone=backbone)
+            if not differs(site.own(tensors[module]), site.weight.dense(), site.weight.max_rounding):
                 del tensors[module]
         kept = tuple(module for module in frozen.modules if frozen.owner(module, architecture) in tensors)
         return replace(frozen, modules=kept) if kept else None

@@ -13,6 +13,7 @@ from coserve.kernels.cuts import Cut
 from coserve.kernels.weights import Weight, as_weight
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
+from coserve.models.dividing import piece
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +103,13 @@ class Site:
         shape = list(own.shape)
         shape[cut.dim] = cut.width
         whole = own.new_zeros(shape)
-        for rank, piece in enumerate(group.all_gather(own, self.place.module)):
-            cut.put(whole, piece, rank)
+        for rank, part in enumerate(group.all_gather(own, self.place.module)):
+            cut.put(whole, part, rank)
         return whole
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Return what this rank holds of a tensor of the whole weight's shape."""
+        return piece(whole, self._weight_state, self.backbone.group.rank)
 
     def weight_rows(self, rows: Tensor) -> Tensor:
         """Return some rows of the whole weight in float32, by their numbers; all ranks have to ask for them."""

@@ -28,7 +28,7 @@ from coserve.graph.layouts import FIRST, WHOLE
 from coserve.kernels.cuts import Cut, Run, even_cut
 from coserve.kernels.groups.base import Ranks
 from coserve.kernels.groups.threads import run_ranks
-from coserve.models import CachedSequence, forward, load_backbone, logits, shared_files
+from coserve.models import CachedSequence, forward, load_backbone, logits
 from coserve.models.dividing import divided_backbone, piece
 from coserve.models.regions import View, owned_runs, region_blocks
 from coserve.models.shared_files import FileTensor, named_when_written, pending, write_shared_tensors
@@ -102,6 +102,26 @@ def test_peft_loads_an_adapter_of_two_ranks(tmp_path):
     ours = logits(whole, hidden, [(len(tokens), bypasses)])
     with torch.no_grad():
         assert relative_error(theirs(tokens[None]).logits[0], ours) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama-biases-tied"])
+def test_embeddings_in_a_file_that_are_the_models_own_are_left_out(family, tmp_path):
+    """PEFT may write them beside the adapter; those of another model are not divided yet."""
+    whole = whole_backbone(family)
+    save_adapter(Adapter(whole, LoraConfig(r=4, target_modules=("q_proj",))), tmp_path)
+    tensors, table = load_file(tmp_path / WEIGHTS_FILE), whole.weights["embed"]["model.embed_tokens.weight"]
+    assert isinstance(table, torch.Tensor)
+    tensors["base_model.model.model.embed_tokens.weight"] = table.clone()
+    save_file(tensors, tmp_path / WEIGHTS_FILE)
+
+    def load(group):
+        return load_adapter(divided_backbone(whole, group), tmp_path)
+
+    assert all(adapter.layout.frozen is None for adapter in run_ranks(2, load))
+    tensors["base_model.model.model.embed_tokens.weight"][-1] += 1
+    save_file(tensors, tmp_path / WEIGHTS_FILE)
+    with pytest.raises(AdapterError, match="brings weights of its own is not divided among ranks yet"):
+        run_ranks(2, load)
 
 
 @pytest.mark.parametrize("fault", ["nan", "infinite", "cut short", "misshapen"])
@@ -359,7 +379,7 @@ def test_a_rank_that_is_killed_leaves_nothing_that_looks_whole(dies_after, tmp_p
 def test_the_system_may_take_a_part_of_what_is_written(tmp_path, monkeypatch):
     tensors = {"a": torch.randn(5, 7), "b": torch.arange(9)}
     pwrite = os.pwrite
-    monkeypatch.setattr(shared_files.os, "pwrite", lambda file, content, at: pwrite(file, content[:3], at))
+    monkeypatch.setattr(os, "pwrite", lambda file, content, at: pwrite(file, content[:3], at))
     with named_when_written(tmp_path):
         write_shared_tensors(tmp_path / "a", whole_file(tensors), Ranks(rank=0, size=2))
     assert (tmp_path / "a").read_bytes() == save(tensors, metadata={"format": "pt"})
