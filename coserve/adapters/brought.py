@@ -49,7 +49,7 @@ class Brought:
     def without_equal(self, tensors: dict[str, Tensor], backbone: Backbone) -> FrozenWeights | None:
         """Return the weights that are others than the backbone's, and take the rest out of `tensors`.
 
-        A rank compares what it holds; one that finds no difference where others do goes on without them, and the
+        A rank compares what it holds; one that finds no difference where others do continues without them, and the
         others refuse the adapter.
         """
         frozen, architecture = self.frozen, backbone.architecture

@@ -13,7 +13,7 @@ from coserve.kernels.cuts import Cut
 from coserve.kernels.weights import Weight, as_weight
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
-from coserve.models.dividing import piece
+from coserve.models.shares import piece
 
 
 @dataclass(frozen=True, kw_only=True)

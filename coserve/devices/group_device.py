@@ -8,21 +8,25 @@ not come in time, the others are ended, too, and every call is DeviceGoneError.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 from typing import NamedTuple
 
 from coserve.devices.clock import WallClock
 from coserve.devices.inverses import inverses_of
-from coserve.devices.messages import BESIDE_STEPS_OF_RANKS, Command, DeviceInfo, Reply
+from coserve.devices.job_messages import WriteCheckpoint
+from coserve.devices.messages import BESIDE_STEPS_OF_RANKS, Command, DeviceInfo, Reply, SaveAdapter
 from coserve.devices.rank_process import Answer, DeviceProcess
 from coserve.devices.settings import DeviceSettings, LoadProgress
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.wire import Call, FromDevice, KernelsPrepared, LoadingProgress, Raised, Started, framed
 from coserve.errors import DeviceGoneError, RankError, RankGoneError
 from coserve.kernels.groups._arena import RankArena
+from coserve.models.shared_files import named_when_written
 
 _SAME = ("num_pages", "page_bytes", "num_host_pages", "num_state_pages", "block_tokens", "dtype", "weights", "kernels")
 """Fields of `DeviceInfo` that all ranks must have alike."""
@@ -68,9 +72,11 @@ class GroupDevice:
     def execute(self, command: Command) -> Reply:
         """Have all ranks carry out a command, or none; DeviceGoneError if a process ends before it has answered.
 
-        The error of the lowest rank that failed is raised, which says the rank unless all have failed alike.
+        The error of the lowest rank that failed is raised, which says the rank unless all have failed alike. Files that
+        the command writes are there once all ranks have written them.
         """
-        reply = self._reply(self._call(command))
+        with _files_of(command):
+            reply = self._reply(self._call(command))
         assert not isinstance(reply, StepResult)
         return reply
 
@@ -209,6 +215,13 @@ class _Sent(NamedTuple):
     command: Command | StepBatch
     answers: tuple[Answer, ...]
     """Of each rank; none if the group had ended."""
+
+
+def _files_of(command: Command) -> AbstractContextManager[None]:
+    """Return what names the files that ranks have written when the context ends; of other commands, nothing."""
+    if isinstance(command, WriteCheckpoint | SaveAdapter):
+        return named_when_written(Path(command.directory))
+    return nullcontext()
 
 
 def _has_failed(reply: Reply | StepResult) -> bool:

@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from coserve.errors import ModelError
 from coserve.graph.layouts import WHOLE, AnyState
+from coserve.kernels.cuts import Cut
 from coserve.models.base import Architecture
-from coserve.models.entries import Entry, open_file
+from coserve.models.entries import open_file
 from coserve.models.regions import View
 from coserve.models.source import ModelSource
 from coserve.models.weights import find_weights
@@ -71,18 +71,5 @@ def read_weights(architecture: Architecture, source: ModelSource, held: HeldWeig
             for name, entry in entries:
                 if (each := wanted.get(name)) is not None:
                     for region in each.view.regions(each.piece, each.state, held.rank):
-                        region.part.copy_(_read(entry, reader, region.at))
-
-
-def _read(entry: Entry, reader: Any, at: tuple[slice, ...]) -> Tensor:
-    """Read a block of a checkpoint's tensor. reader: of its file."""
-    if all(each.stop - each.start == size for each, size in zip(at, entry.shape, strict=True)):
-        return entry.read(reader)
-    if entry.at is not None:
-        expert, rows = entry.at
-        own, *columns = at
-        index = (expert, slice(rows.start + own.start, rows.start + own.stop), *columns)
-    else:
-        index = at
-    tensor: Tensor = reader.get_slice(entry.name)[index]
-    return tensor
+                        index = region.at if isinstance(each.state, Cut) else ()
+                        region.part.copy_(entry.read(reader, index))

@@ -29,9 +29,10 @@ from coserve.kernels.cuts import Cut, Run, even_cut
 from coserve.kernels.groups.base import Ranks
 from coserve.kernels.groups.threads import run_ranks
 from coserve.models import CachedSequence, forward, load_backbone, logits
-from coserve.models.dividing import divided_backbone, piece
+from coserve.models.dividing import divided_backbone
 from coserve.models.regions import View, owned_runs, region_blocks
 from coserve.models.shared_files import FileTensor, named_when_written, pending, write_shared_tensors
+from coserve.models.shares import piece
 
 # What reads whole weights when it is loaded.
 PRINCIPAL = ("pissa", "pissa-attention", "olora")

@@ -17,8 +17,9 @@ from coserve.errors import AdapterError
 from coserve.graph.layouts import WHOLE
 from coserve.kernels.groups.base import Ranks
 from coserve.kernels.groups.threads import run_ranks
-from coserve.models.dividing import divided_backbone, piece
+from coserve.models.dividing import divided_backbone
 from coserve.models.shared_files import named_when_written
+from coserve.models.shares import piece
 from coserve.tuning.config import OptimizerConfig
 from coserve.tuning.optimizer import AdapterOptimizer
 from coserve.tuning.shard import Shard
