@@ -62,7 +62,7 @@ def fail_at(group: RankGroup, number: int, error: Exception) -> Counter[str]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_running_out_of_memory_on_one_rank_anywhere_is_the_failure_of_the_step_on_all(rank):
-    """Before the k-th collective of a step; the engine goes on, with the same tokens as if nothing had happened."""
+    """Before the k-th collective of a step; the engine continues, with the same tokens as if nothing had happened."""
     expected = expected_tokens(prompts_of((6,))[0], 5)
     number = 0
     while True:
