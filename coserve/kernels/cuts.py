@@ -54,10 +54,7 @@ class Cut:
 
         They differ where a fused projection is divided: each query head may be on one rank, each key head on two.
         """
-        counts = torch.zeros(self.width, dtype=torch.int64)
-        for run in chain.from_iterable(self.runs):
-            counts[run.start : run.stop] += 1
-        return int(counts.min()), int(counts.max())
+        return int(self._counts.min()), int(self._counts.max())
 
     @property
     def is_disjoint(self) -> bool:
@@ -79,6 +76,45 @@ class Cut:
         shape = [1] * piece.ndim
         shape[self.dim] = self.local
         return piece * self._is_owned[rank].to(piece.device).view(shape)
+
+    def copied(self, piece: Tensor, rank: int) -> Tensor:
+        """Return the entries of a tensor that several ranks hold, with zeros for those that this rank does not hold.
+
+        The tensors of all ranks have one shape, and each entry the same place in all of them.
+        """
+        local, places = self._copied[rank]
+        shape = list(piece.shape)
+        shape[self.dim] = self._num_copied
+        entries = piece.index_select(self.dim, local.to(piece.device))
+        return piece.new_zeros(shape).index_copy_(self.dim, places.to(piece.device), entries)
+
+    def put_copied(self, piece: Tensor, entries: Tensor, rank: int) -> None:
+        """Write the entries that several ranks hold to a rank's piece: the inverse of `copied`."""
+        local, places = self._copied[rank]
+        piece.index_copy_(self.dim, local.to(piece.device), entries.index_select(self.dim, places.to(piece.device)))
+
+    @cached_property
+    def _counts(self) -> Tensor:
+        """Return by entry the number of ranks that hold it, int64 [width]."""
+        counts = torch.zeros(self.width, dtype=torch.int64)
+        for run in chain.from_iterable(self.runs):
+            counts[run.start : run.stop] += 1
+        return counts
+
+    @cached_property
+    def _num_copied(self) -> int:
+        return int((self._counts > 1).sum())
+
+    @cached_property
+    def _copied(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Return by rank, of its entries that several ranks hold, their numbers in its piece, and among all such."""
+        is_copied = self._counts > 1
+        number, entries = is_copied.cumsum(0) - 1, self.along(-1)
+        found = []
+        for rank in range(self.size):
+            local = entries.take(is_copied, rank).nonzero()[:, 0]
+            found.append((local, entries.take(number, rank)[local]))
+        return tuple(found)
 
     @cached_property
     def _is_owned(self) -> tuple[Tensor, ...]:

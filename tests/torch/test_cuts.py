@@ -82,3 +82,26 @@ def test_ranks_that_would_hold_unequally_many_have_no_cut():
     cut = even_cut(8, 2)
     assert cut is not None
     assert mapped(cut, 8, {0: 0, 1: 1, 4: 4}) is None
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_what_several_ranks_hold_has_one_place_on_all_of_them(dim):
+    """Two query heads on a rank each, and a key head on both, of which the sum comes back to both."""
+    q, k = even_cut(4, 2), head_cut(1, 2, 2, name="key heads", may_copy=True)
+    assert q is not None
+    cut = side_by_side([q, k]).along(dim)
+    whole = torch.arange(18.0).view(3, 6) if dim == -1 else torch.arange(18.0).view(6, 3)
+    pieces = [cut.take(whole, rank) * 10**rank for rank in range(2)]
+    copied = [cut.copied(piece, rank) for rank, piece in enumerate(pieces)]
+    shared = whole.narrow(dim, 4, 2)
+    assert torch.equal(copied[0], shared) and torch.equal(copied[1], 10 * shared)
+    for rank, piece in enumerate(pieces):
+        expected = cut.take(whole * 10**rank, rank)
+        expected.narrow(dim, 2, 2).copy_(11 * shared)
+        cut.put_copied(piece, copied[0] + copied[1], rank)
+        assert torch.equal(piece, expected)
+
+
+def test_ranks_that_hold_other_entries_bring_zeros():
+    cut = head_cut(2, 1, 4, name="key heads", may_copy=True)
+    assert [cut.copied(torch.ones(1), rank).tolist() for rank in range(4)] == [[1, 0], [1, 0], [0, 1], [0, 1]]

@@ -43,6 +43,28 @@ def test_a_sum_is_made_in_place():
     assert run_ranks(2, run) == [True, True]
 
 
+@pytest.mark.parametrize("max_bytes", [1, 40, 1 << 20])
+def test_several_tensors_are_summed_in_as_few_collectives_as_they_fit_into(monkeypatch, max_bytes: int):
+    monkeypatch.setattr("coserve.kernels.groups.base._MAX_BUFFER_BYTES", max_bytes)
+    shapes = [(2, 3), (4,), (1, 5), (0,)]
+
+    def run(group: RankGroup) -> tuple[list[Tensor], int]:
+        num_sums, whole = 0, group._sum
+
+        def count(x: Tensor, y: Tensor, name: str) -> None:
+            nonlocal num_sums
+            num_sums += 1
+            whole(x, y, name)
+
+        group._sum = count  # type: ignore[method-assign]
+        return group.sum_several([part(group.rank, *shape) for shape in shapes]), num_sums
+
+    expected = [part(0, *shape) + part(1, *shape) for shape in shapes]
+    for found, num_sums in run_ranks(2, run):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert num_sums == {1: 3, 40: 2, 1 << 20: 1}[max_bytes]
+
+
 def test_a_sum_can_leave_its_parts_as_they_are():
     def run(group: RankGroup) -> tuple[Tensor, Tensor]:
         x = part(group.rank, 4, 3)
