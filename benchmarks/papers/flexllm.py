@@ -14,8 +14,11 @@ from coserve.adapters.methods.lora import LoraConfig
 from coserve.bench.open_loop import Played
 from coserve.scheduling.slo import Slo
 from coserve.simulate.hardware import A100
+from coserve.simulate.links import NVLINK_3_MESH
 from coserve.workloads.traces import TracedRequest
 
+# A node of Perlmutter (section 8) has four A100 and no NVSwitch.
+_PERLMUTTER = replace(A100, link=NVLINK_3_MESH)
 _NUM_PIPELINES = 4
 _LORA = LoraConfig(r=16, alpha=32, target_modules=("down_proj",))
 _RATES = (4, 8, 12, 16, 20)
@@ -49,7 +52,8 @@ class Model:
     def setting(self, num_pages: int | None = None, sequence: int = 8192) -> Setting:
         return Setting(
             model=self.name,
-            hardware=A100.joined(self.num_devices) if self.num_devices > 1 else A100,
+            hardware=_PERLMUTTER,
+            num_ranks=self.num_devices,
             slo=Slo(ttft_s=5.0, tpot_s=self.tpot_s),
             lora=_LORA,
             sequence=sequence,

@@ -49,10 +49,13 @@ _PAPER_LARGE = {_FINEINFER: 1.77, _APART: 1.8, _CHUNKED: 1.38}
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """num_servers: each of which holds the model. rates: of requests, in figure 9 i. tpots_s: in figure 9 ii."""
+    """num_ranks: devices that hold the model together. num_servers: each of which holds the model. rates: of requests,
+    in figure 9 i. tpots_s: in figure 9 ii.
+    """
 
     name: str
     hardware: Hardware
+    num_ranks: int
     tpot_s: float
     rates: tuple[float, ...]
     tpots_s: tuple[float, ...]
@@ -60,29 +63,37 @@ class Model:
 
     def setting(self, data: Data, *, ttft_s: float = 0.5, tpot_s: float | None = None) -> Setting:
         slo = Slo(ttft_s=ttft_s, tpot_s=self.tpot_s if tpot_s is None else tpot_s)
-        batch = _TORCHTUNE_BATCH * self.hardware.num_devices
-        return Setting(model=self.name, hardware=self.hardware, slo=slo, batch=batch, examples=data.alpaca())
+        return Setting(
+            model=self.name,
+            hardware=self.hardware,
+            num_ranks=self.num_ranks,
+            slo=slo,
+            batch=_TORCHTUNE_BATCH * self.num_ranks,
+            examples=data.alpaca(),
+        )
 
 
 _MODELS = (
     Model(
         name="llama-3.1-8b",
-        hardware=RTX3090.joined(2),
+        hardware=RTX3090,
+        num_ranks=2,
         tpot_s=0.05,
         rates=(0.25, 0.5, 1, 2, 4, 8),
         tpots_s=(0.04, 0.05, 0.075, 0.1, 0.15),
     ),
-    # Its four are two pairs, between which there is PCIe alone.
     Model(
         name="llama-2-13b",
-        hardware=RTX3090.joined(4, link_bytes_per_s=2e10),
+        hardware=RTX3090,
+        num_ranks=4,
         tpot_s=0.08,
         rates=(0.25, 0.5, 1, 2, 4, 8),
         tpots_s=(0.05, 0.08, 0.1, 0.15, 0.2),
     ),
     Model(
         name="llama-3.1-70b",
-        hardware=H100.joined(4),
+        hardware=H100,
+        num_ranks=4,
         tpot_s=0.08,
         rates=(0.5, 1, 2, 4, 8, 16),
         tpots_s=(0.05, 0.08, 0.1, 0.15, 0.2),
@@ -119,20 +130,17 @@ def _best(
 
 
 def _torchtune(setting: Setting) -> float:
-    """Tokens/s on all devices, each of which has its own examples; the longer of gathering and computing counts."""
-    hardware = setting.hardware
-    one = replace(
-        hardware,
-        flops_per_s=hardware.flops_per_s / hardware.num_devices,
-        bytes_per_s=hardware.bytes_per_s / hardware.num_devices,
-        num_processors=max(1, hardware.num_processors // hardware.num_devices),
-        num_devices=1,
-    )
-    computed = replace(setting, hardware=one, batch=_TORCHTUNE_BATCH).tuning_alone()
+    """Return tokens/s on all devices, each of which has its own examples; the longer of gathering and computing counts.
+
+    Memory is no limit: what a device has no room for the others hold.
+    """
+    num_ranks, link = setting.num_ranks, setting.hardware.link
+    assert link is not None
+    roomy = replace(setting.hardware, memory_bytes=num_ranks * setting.hardware.memory_bytes)
+    computed = replace(setting, hardware=roomy, num_ranks=1, batch=_TORCHTUNE_BATCH).tuning_alone()
     num_tokens = _TORCHTUNE_BATCH * mean(len(example.tokens) for example in setting.examples)
-    share = (hardware.num_devices - 1) / hardware.num_devices
-    gather_s = 2 * weight_bytes(setting.model) * share / hardware.link_bytes_per_s
-    return hardware.num_devices * num_tokens / max(num_tokens / computed, gather_s)
+    gather_s = 2 * link.gather_s(weight_bytes(setting.model), num_ranks)
+    return num_ranks * num_tokens / max(num_tokens / computed, gather_s)
 
 
 def _parts(setting: Setting, trace: Sequence[TracedRequest], data: Data) -> Iterator[tuple[Played, float]]:

@@ -18,6 +18,7 @@ from coserve.models import Backbone, load_backbone
 from coserve.models.weights import weight_tensors
 from coserve.scheduling.slo import Slo
 from coserve.simulate.hardware import Hardware
+from coserve.simulate.modelled_ranks import on_ranks
 from coserve.tuning.examples import Example
 from coserve.workloads.arrivals import RecordedLengths
 from coserve.workloads.datasets import read_dataset
@@ -80,24 +81,29 @@ def _lengths(folder: Path) -> list[tuple[int, int]]:
 
 
 @cache
-def shapes(model: str) -> Backbone:
-    """A preset, without weights."""
+def shapes(model: str, num_ranks: int = 1) -> Backbone:
+    """Return a preset without weights, or what each of several ranks holds of it."""
+    if num_ranks > 1:
+        return on_ranks(shapes(model), num_ranks)
     return load_backbone(f"dummy:{model}", dtype="bfloat16", device=torch.device("meta"))
 
 
-def weight_bytes(model: str) -> int:
-    """Of one copy."""
-    tensors = {id(one): one for held in shapes(model).weights.values() for one in weight_tensors(held)}
+def weight_bytes(model: str, num_ranks: int = 1) -> int:
+    """Return the bytes of one copy, or of what each of several ranks holds of it."""
+    tensors = {id(one): one for held in shapes(model, num_ranks).weights.values() for one in weight_tensors(held)}
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A model on a device, and what jobs train there."""
+    """A model on a device, or on a group of devices, and what jobs train there."""
 
     model: str
     hardware: Hardware
+    """Each device."""
     slo: Slo
+    num_ranks: int = 1
+    """Number of devices that hold the model together."""
     lora: LoraConfig = ALL_LINEAR
     batch: int = 1
     sequence: int = 512
@@ -106,7 +112,7 @@ class Setting:
     handed_over: bool = False
 
     def bench(self, seconds: float) -> Bench:
-        place = ModelledPlace.of_hardware(shapes(self.model), self.hardware)
+        place = ModelledPlace.of_hardware(shapes(self.model, self.num_ranks), self.hardware)
         if self.num_pages is not None:
             place = replace(place, num_pages=self.num_pages)
         config = CompareConfig(
@@ -141,7 +147,7 @@ class Setting:
         """Requests and jobs as processes of their own on fixed parts of the device, num_units of it for requests, each
         with its own copy of the weights; both wait for the memory while the other moves data (HARLI equation 5).
         """
-        profile = ModelledPlace.of_hardware(shapes(self.model), self.hardware).profile
+        profile = ModelledPlace.of_hardware(shapes(self.model, self.num_ranks), self.hardware).profile
         assert profile.sharing is not None
         total, found = self.hardware.num_units, []
         for own, interference in (
@@ -153,7 +159,7 @@ class Setting:
             part = replace(part, flops_per_s=part.flops_per_s / slower, bytes_per_s=part.bytes_per_s / slower)
             found.append(replace(self, hardware=part))
         requests, jobs = found
-        left = self.hardware.memory_bytes - weight_bytes(self.model)
+        left = self.hardware.memory_bytes - weight_bytes(self.model, self.num_ranks)
         return replace(requests, hardware=replace(requests.hardware, memory_bytes=left)), jobs
 
 

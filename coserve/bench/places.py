@@ -70,24 +70,30 @@ class ModelledPlace:
     def latency(self) -> LatencyModel:
         return LatencyModel(self.profile) if self.known is None else deepcopy(self.known)
 
-    @property
-    def num_parameters(self) -> int:
-        """Of the model."""
-        return sum(tensor.numel() for tensor in _tensors(self.backbone))
-
     @classmethod
     def of_hardware(cls, backbone: Backbone, hardware: Hardware) -> "ModelledPlace":
-        """By what it sustains; BudgetError if the model and some requests need more memory than there is."""
+        """Return the place of a model on modelled hardware.
+
+        Args:
+            backbone: the model, on the "meta" device; of one rank of several (`on_ranks`), the place is all of them.
+            hardware: of each rank.
+
+        Raises:
+            BudgetError: the model and some requests need more memory than there is.
+        """
+        size = backbone.ranks.size
+        name = hardware.name if size == 1 else f"{size} x {hardware.name}"
         bytes_of_weights = sum(tensor.nbytes for tensor in _tensors(backbone))
         left = _MEMORY_SHARE * hardware.memory_bytes - bytes_of_weights
         num_pages = int(left / kv_page_bytes(backbone, _BLOCK_TOKENS))
         if num_pages < 64:
             raise BudgetError(
-                f"{backbone.name} has {bytes_of_weights / 1e9:.0f} GB of weights, which leaves too little of the "
-                f"{hardware.memory_bytes / 1e9:.0f} GB of {hardware.name}"
+                f"{backbone.name} has {bytes_of_weights / 1e9:.0f} GB of weights"
+                f"{'' if size == 1 else ' a device'}, which leaves too little of the "
+                f"{hardware.memory_bytes / 1e9:.0f} GB of {name if size == 1 else f'each of {name}'}"
             )
         return cls(
-            name=hardware.name,
+            name=name,
             backbone=backbone,
             profile=roofline_profile(backbone, hardware),
             num_pages=num_pages,
@@ -156,6 +162,11 @@ class TorchPlace:
             known=deepcopy(self.latency),
             true=(true or self.latency).as_seen(),
         )
+
+
+def num_parameters(whole: Backbone) -> int:
+    """Return the number of weights of a model that one rank holds."""
+    return sum(tensor.numel() for tensor in _tensors(whole))
 
 
 def _tensors(backbone: Backbone) -> list[Tensor]:

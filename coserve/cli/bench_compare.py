@@ -299,9 +299,11 @@ def refuse_beyond_positions(shapes: "Backbone", sequence: int) -> None:
         raise typer.BadParameter(words, param_hint="--sequence")
 
 
-def modelled_place(shapes: "Backbone", name: str) -> "ModelledPlace":
-    """One device of the catalogue."""
-    places = modelled_places(shapes, name)
+def modelled_place(shapes: "Backbone", name: str, tensor_parallel: int = 1) -> "ModelledPlace":
+    """Return the place of a model on one kind of device of the catalogue, or on a group of as many such devices."""
+    from coserve.simulate.modelled_ranks import on_ranks
+
+    places = modelled_places(on_ranks(shapes, tensor_parallel), name)
     if len(places) != 1:
         raise typer.BadParameter("one kind of device at a time", param_hint="--hardware")
     return places[0]

@@ -100,7 +100,7 @@ class Profile:
     an optimizer step, by what it moves and at least. sharing: of a device that can be divided. s_per_copied_byte: of a
     page that goes to the host, or comes back; None: not known. saved_bytes_per_token: that a pack of the reference job
     keeps for its backward pass; 0: not known. joining: what a tasklet of several packs takes, as a multiple of one of a
-    single pack of as many rows. sums, backward_sums: what `forward` and `backward` have of sums over joined devices.
+    single pack of as many rows. sums, backward_sums: what `forward` and `backward` have of moving data between ranks.
     """
 
     model: ModelCounts

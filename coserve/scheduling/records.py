@@ -31,7 +31,7 @@ _MANY = 1024, 2048
 
 class Work(NamedTuple):
     """What a piece needs, in seconds at the device's rates: fixed_s is a step with nothing to compute. communication_s:
-    of sums over joined devices; 0 on a device by itself.
+    of what ranks move between their devices; 0 on a device by itself.
     """
 
     fixed_s: float

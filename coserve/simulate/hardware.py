@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from math import ceil
 
+from coserve.simulate.links import NVLINK_3, NVLINK_4, NVLINK_BRIDGE, PCIE_4, Link
+
 # Products are made in tiles of this many rows and columns, of fewer rows where there are fewer.
 _TILE, _LEAST_TILE_ROWS = 128, 16
 # Into how many parts the sums of a product may be divided for more tiles, and the pace that is left to each of them.
@@ -20,8 +22,7 @@ class Hardware:
     least. num_units: among which a step can be divided (1: it cannot). num_processors: that tiles of products are dealt
     to (1: products of any shape run at full pace). attention, attention_backward: the pace of attention over sequences,
     as a share of that of products. memory_bytes: of the device. host_bytes_per_s: between it and the host's memory, one
-    way. num_devices: that this stands for, joined by tensor parallelism; link_bytes_per_s, link_s: what a device sends
-    of a sum over all of them, and what such a sum takes at least.
+    way. link: between the devices of a group; None: not known.
     """
 
     name: str
@@ -34,9 +35,7 @@ class Hardware:
     attention_backward: float = 1.0
     memory_bytes: int = 80 * 10**9
     host_bytes_per_s: float = 2.2e10
-    num_devices: int = 1
-    link_bytes_per_s: float = 2e10
-    link_s: float = 15e-6
+    link: Link | None = None
 
     def product_s(self, rows: int, num_outputs: int, num_inputs: int, itemsize: int) -> float:
         """Of [rows, num_inputs] with [num_inputs, num_outputs].
@@ -62,12 +61,6 @@ class Hardware:
         """Of any other operator."""
         return self.call_s + max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)
 
-    def sum_s(self, num_bytes: float) -> float:
-        """Of a tensor of this size over all devices, each of which needs the result."""
-        if self.num_devices == 1:
-            return 0.0
-        return self.link_s + 2 * (self.num_devices - 1) / self.num_devices * num_bytes / self.link_bytes_per_s
-
     def part(self, num_units: int) -> "Hardware":
         """Some of its units, while nothing else runs on it."""
         share = num_units / self.num_units
@@ -77,19 +70,6 @@ class Hardware:
             bytes_per_s=self.bytes_per_s * min(1.0, share / _BANDWIDTH_SHARE),
             num_processors=max(1, round(self.num_processors * share)),
             num_units=num_units,
-        )
-
-    def joined(self, number: int, link_bytes_per_s: float | None = None) -> "Hardware":
-        """As many of it by tensor parallelism: weights, caches and work divided evenly."""
-        return replace(
-            self,
-            name=f"{number} x {self.name}",
-            flops_per_s=number * self.flops_per_s,
-            bytes_per_s=number * self.bytes_per_s,
-            num_processors=number * self.num_processors,
-            memory_bytes=number * self.memory_bytes,
-            num_devices=number,
-            link_bytes_per_s=link_bytes_per_s or self.link_bytes_per_s,
         )
 
 
@@ -107,9 +87,7 @@ class Hardware:
 #   fifths are taken. H100: 335 over
 #   both passes (there). RTX 4090, for all of its kin: 151 forward and 99 backward (apache/tvm tl_doc/flash_perf.md),
 #   where products reach 163.
-# - Links: 208 GB/s between two A100 with NVLink and 20 where a pair has none (github.com/NVIDIA/nccl-tests issue 178),
-#   235 among all of a node and H100s 367 (ml-engineering, network); 15 microseconds for small sums (nccl-tests issue
-#   44). RTX 3090 with its bridge: 0.82 of 56 GB/s.
+# - Links: `links.py`. Those of an A100 or H100 are of boards with NVSwitch.
 # Divided in tenths of their multiprocessors, as HARLI section 5.2 does. Copies to the host reach some 0.7 of PCIe.
 A100 = Hardware(
     name="A100",
@@ -120,7 +98,7 @@ A100 = Hardware(
     num_processors=108,
     attention=0.57,
     attention_backward=0.6,
-    link_bytes_per_s=2.35e11,
+    link=NVLINK_3,
 )
 A100_40GB = replace(A100, name="A100 40 GB", flops_per_s=2.46e14, bytes_per_s=1.3e12, memory_bytes=40 * 10**9)
 H100 = Hardware(
@@ -133,7 +111,7 @@ H100 = Hardware(
     attention=0.42,
     attention_backward=0.42,
     host_bytes_per_s=4.5e10,
-    link_bytes_per_s=3.67e11,
+    link=NVLINK_4,
 )
 H200 = replace(H100, name="H200", bytes_per_s=3.5e12, memory_bytes=141 * 10**9)
 A40 = replace(
@@ -145,7 +123,7 @@ A40 = replace(
     attention=0.93,
     attention_backward=0.61,
     memory_bytes=48 * 10**9,
-    link_bytes_per_s=4.6e10,
+    link=NVLINK_BRIDGE,
 )
 RTX3090 = replace(
     A40, name="RTX 3090", flops_per_s=7.6e13, bytes_per_s=8.3e11, num_processors=82, memory_bytes=24 * 10**9
@@ -156,7 +134,7 @@ ADA6000 = replace(
     flops_per_s=2.7e14,
     bytes_per_s=7.7e11,
     num_processors=142,
-    link_bytes_per_s=2e10,
+    link=PCIE_4,
 )
 # By the names of commands.
 CATALOGUE = {

@@ -7,6 +7,7 @@ from typing import TypeVar
 from coserve.adapters.base import Adapter
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.counting import job_counts, model_counts
+from coserve.errors import BudgetError
 from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import Cost, Load
 from coserve.graph.program import Instruction, Program
@@ -23,8 +24,8 @@ _LOSS_BYTES_PER_LOGIT = 24
 # Drawing a token passes over the logits in float32 some times (scale, exponentials and their sum, the sum up to the
 # token); a score needs the exponentials' sum alone. A mask is unpacked, and passes over them once.
 _SAMPLE_BYTES_PER_LOGIT, _SCORE_BYTES_PER_LOGIT, _MASK_BYTES_PER_LOGIT = 24, 12, 14
-# Sums over joined devices: after the attention and after the units of a block, each way.
-_SUMS_PER_BLOCK = 2
+# Collectives that leave the sum of whole tensors on every rank; all others move half as much (`Link.gather_s`).
+_SUMS = frozenset({"rank_sum", "rank_copy", "rank_rms_norm"})
 _SHARE_ROWS = (1, 4, 16, 64, 128, 256, 512)
 # Of the tasklets whose traffic forward passes beside them notice.
 _ROWS_OF_TASKLET = 512
@@ -32,48 +33,62 @@ _Part = TypeVar("_Part", Graph, Program)
 
 
 def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
-    """The profile of a model (on the "meta" device, or any) on hardware that is not here.
+    """Return the profile of a model (on the "meta" device, or any) on hardware that is not here.
 
     Every operator takes the longer of its arithmetic, at the pace of its shape, and its memory traffic, and at least a
-    call; joined devices add the sums over all of them.
+    call. Of several ranks (`on_ranks`), each on a device of its own, the profile is that of one: its graphs have the
+    shapes that it computes, and collectives where the group sums and gathers over its link.
+
+    Raises:
+        BudgetError: the hardware has no link for several ranks.
     """
+    if backbone.ranks.size > 1 and hardware.link is None:
+        raise BudgetError(f"{hardware.name} has no link for {backbone.ranks.size} ranks: give its hardware one")
     local = backbone.local
     adapter = Adapter(backbone, LoraConfig(r=16, alpha=32, target_modules="all-linear"))
     programs = training_programs(adapter)
     model, job = model_counts(backbone), job_counts(adapter, programs)
-    timer, num_parts = _Timer(backbone), max(1, job.num_parts)
-    blocks = [local.graphs[part] for part in local.parts[:-1]]
-    head, vocab = local.graphs["head"], backbone.architecture.vocab_size
+    timer, link, num_parts = _Timer(backbone), _LinkTimer(backbone, hardware), max(1, job.num_parts)
+    blocks, head = [local.graphs[part] for part in local.parts[:-1]], local.graphs["head"]
+    reversed_ = [programs.program[part] for part in programs.parts]
+    vocab, own_vocab = backbone.architecture.vocab_size, _num_logits(programs.loss)
 
     def forward(on: Hardware) -> Curve:
-        return _curve(lambda rows: timer.graphs_s(on, blocks, rows) + timer.sums_s(on, len(blocks), rows))
+        return _curve(lambda rows: timer.graphs_s(on, blocks, rows) + link.graphs_s(blocks, rows))
 
     def backward(on: Hardware) -> Curve:
-        reversed_ = [programs.program[part] for part in programs.parts]
         return _curve(
-            lambda rows: (timer.programs_s(on, reversed_, rows) + timer.sums_s(on, len(reversed_), rows)) / num_parts
+            lambda rows: (timer.programs_s(on, reversed_, rows) + link.programs_s(reversed_, rows)) / num_parts
         )
 
     def head_s(rows: int) -> float:
-        return timer.graphs_s(hardware, [head], rows)
+        return timer.graphs_s(hardware, [head], rows) + link.graphs_s([head], rows)
 
-    def passes(calls: int, bytes_per_logit: int, after: Callable[[int], float] = lambda rows: 0.0) -> Curve:
-        """Over the logits of rows."""
-        return _curve(
-            lambda n: after(n) + (calls - 1) * hardware.call_s + hardware.pass_s(0, n * bytes_per_logit * vocab)
-        )
+    def loss_s(rows: int) -> float:
+        """Return what the head takes forward and backward, whose logits the ranks keep apart."""
+        moved_s = link.graphs_s([programs.loss.graph], rows) + link.programs_s([programs.loss], rows)
+        return 2 * timer.graphs_s(hardware, [head], rows) + moved_s
+
+    def passes(calls: int, row_bytes: int, after: Callable[[int], float] = lambda rows: 0.0) -> Curve:
+        """Return what passes over the logits of rows take, which read and write as many bytes of each."""
+        return _curve(lambda n: after(n) + (calls - 1) * hardware.call_s + hardware.pass_s(0, n * row_bytes))
 
     saved_bytes = programs.kept_bytes_per_token(backbone.dtype)
+    moved_s = [
+        link.graphs_s(graphs, _ROWS_OF_TASKLET)
+        for graphs in ([each.graph for each in programs.program.values()], blocks)
+    ]
     window_row_s = hardware.pass_s(job.flops_per_row, 2 * saved_bytes) - hardware.call_s
+    window_row_s += (moved_s[0] - moved_s[1]) / _ROWS_OF_TASKLET
     return Profile(
         model=model,
         job=job,
         forward=forward(hardware),
-        head=passes(8, backbone.dtype.itemsize, head_s),
-        sample=passes(8, _SAMPLE_BYTES_PER_LOGIT),
-        mask=passes(6, _MASK_BYTES_PER_LOGIT),
-        score=passes(8, _SCORE_BYTES_PER_LOGIT, head_s),
-        loss=passes(20, _LOSS_BYTES_PER_LOGIT, lambda rows: 2 * head_s(rows)),
+        head=passes(8, backbone.dtype.itemsize * vocab, head_s),
+        sample=passes(8, _SAMPLE_BYTES_PER_LOGIT * vocab),
+        mask=passes(6, _MASK_BYTES_PER_LOGIT * vocab),
+        score=passes(8, _SCORE_BYTES_PER_LOGIT * vocab, head_s),
+        loss=passes(20, _LOSS_BYTES_PER_LOGIT * own_vocab, loss_s),
         backward=backward(hardware),
         s_per_pair=model.flops_per_pair / (hardware.attention * hardware.flops_per_s),
         backward_s_per_pair=job.backward_flops_per_pair / (hardware.attention_backward * hardware.flops_per_s),
@@ -82,50 +97,49 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
         s_per_bypass=3 * hardware.call_s,
         s_per_window_row=window_row_s,
         s_per_parameter=_UPDATE_BYTES / hardware.bytes_per_s,
-        update_s=10 * hardware.call_s,
+        update_s=10 * hardware.call_s + link.parameters_s(adapter),
         s_per_copied_byte=1 / hardware.host_bytes_per_s,
         saved_bytes_per_token=saved_bytes,
-        sums=_curve(lambda rows: timer.sums_s(hardware, len(blocks), rows)),
-        backward_sums=_curve(lambda rows: timer.sums_s(hardware, len(programs.parts), rows) / num_parts),
+        sums=_curve(lambda rows: link.graphs_s(blocks, rows)),
+        backward_sums=_curve(lambda rows: link.programs_s(reversed_, rows) / num_parts),
         sharing=_sharing(hardware, forward, backward, timer.traffic(hardware, programs.program[programs.parts[-1]])),
     )
 
 
 class _Timer:
-    """What the operators of a model take on a device."""
+    """What the operators of a rank take on its device, without what they move to others and wait for."""
 
     def __init__(self, backbone: Backbone) -> None:
-        self._dtype, self._width = backbone.dtype, backbone.architecture.hidden_size
+        self._dtype = backbone.dtype
 
     def graphs_s(self, on: Hardware, graphs: Iterable[Graph], rows: int) -> float:
-        """Of forward passes; products that read the same rows run as one."""
+        """Return what forward passes take; products that read the same rows run as one."""
         load = self._load(rows)
 
         def run_s(graph: Graph, run: tuple[Node, ...]) -> float:
             if run[0].op == "linear":
                 return self._product_s(on, rows, graph, run)
-            return sum(self._pass_s(on, graph.node_cost(node, load)) for node in run)
+            return sum(self._pass_s(on, node, graph.node_cost(node, load)) for node in run)
 
         return _total(graphs, lambda graph: sum(run_s(graph, run) for run in graph.runs))
 
     def programs_s(self, on: Hardware, programs: Iterable[Program], rows: int) -> float:
-        """Of passes backward."""
+        """Return what passes backward take."""
         load = self._load(rows)
 
         def step_s(program: Program, step: Instruction) -> float:
             if step.node.op == "linear" and tuple(step.wanted) == ("x",):
                 return self._product_s(on, rows, program.graph, [step.node])
-            return self._pass_s(on, program.step_cost(step, load))
+            return self._pass_s(on, step.node, program.step_cost(step, load))
 
         return _total(programs, lambda program: sum(step_s(program, step) for step in program.backward))
 
-    def sums_s(self, on: Hardware, num_blocks: int, rows: int) -> float:
-        """Of the sums over joined devices."""
-        return _SUMS_PER_BLOCK * num_blocks * on.sum_s(rows * self._width * self._dtype.itemsize)
-
     def traffic(self, on: Hardware, program: Program) -> float:
-        """The share of a tasklet's time in which it moves data."""
-        num_bytes = program.backward_cost(self._load(_ROWS_OF_TASKLET)).bytes
+        """Return the share of a tasklet's time in which it moves data to and from the device's memory."""
+        load, num_bytes = self._load(_ROWS_OF_TASKLET), 0
+        for step in program.backward:
+            cost = program.step_cost(step, load)
+            num_bytes += 0 if _is_collective(step.node, cost) else cost.bytes
         return min(1.0, num_bytes / on.bytes_per_s / self.programs_s(on, [program], _ROWS_OF_TASKLET))
 
     def _load(self, rows: int) -> Load:
@@ -136,9 +150,64 @@ class _Timer:
         num_outputs, num_inputs = sum(shape[0] for shape in shapes), prod(shapes[0][1:])
         return on.product_s(rows, num_outputs, num_inputs, self._dtype.itemsize)
 
-    def _pass_s(self, on: Hardware, cost: Cost) -> float:
-        """Nothing for what only hands tensors on."""
-        return on.pass_s(cost.flops, cost.bytes) if cost.bytes else 0.0
+    def _pass_s(self, on: Hardware, node: Node, cost: Cost) -> float:
+        """Return nothing for what only hands tensors on, to other ranks included."""
+        return 0.0 if _is_collective(node, cost) or not cost.bytes else on.pass_s(cost.flops, cost.bytes)
+
+
+class _LinkTimer:
+    """What the collectives of a rank's graphs take, in which it waits for the link."""
+
+    def __init__(self, backbone: Backbone, hardware: Hardware) -> None:
+        self._dtype, self._num_ranks, self._link = backbone.dtype, backbone.ranks.size, hardware.link
+
+    def graphs_s(self, graphs: Iterable[Graph], rows: int) -> float:
+        """Return what forward passes take."""
+        return _total(
+            graphs,
+            lambda graph: sum(self._node_s(graph, node, rows) for node in graph.nodes if node.operator.moves),
+        )
+
+    def programs_s(self, programs: Iterable[Program], rows: int) -> float:
+        """Return what passes backward take; what is made again is summed again."""
+
+        def step_s(graph: Graph, step: Instruction) -> float:
+            operator = step.node.operator
+            moves = operator.moves if step.kind == "recompute" else operator.moves_gradient
+            return self._node_s(graph, step.node, rows) if moves else 0.0
+
+        return _total(programs, lambda program: sum(step_s(program.graph, step) for step in program.backward))
+
+    def parameters_s(self, adapter: Adapter) -> float:
+        """Return what the sum of gradients takes of which every rank has a part, once an optimizer step."""
+        num_bytes = sum(adapter.masters[name].nbytes for name in adapter.graphs.summed)
+        return self._sum_s(num_bytes) if num_bytes else 0.0
+
+    def _node_s(self, graph: Graph, node: Node, rows: int) -> float:
+        """Return what a node takes in a direction in which it moves something."""
+        num_bytes = rows * node.operator.moved_bytes_per_row(graph.slot_specs(node), self._dtype)
+        if node.op == "rank_linear_cross_entropy":  # what it says is a rank's part of what all gather
+            num_bytes *= self._num_ranks
+        if node.op in _SUMS:
+            return self._sum_s(num_bytes)
+        assert self._link is not None, "one rank has no collectives"
+        return self._link.gather_s(num_bytes, self._num_ranks)
+
+    def _sum_s(self, num_bytes: float) -> float:
+        assert self._link is not None, "one rank has no collectives"
+        return self._link.sum_s(num_bytes, self._num_ranks)
+
+
+def _is_collective(node: Node, cost: Cost) -> bool:
+    """Return whether a node moves something between ranks, in one direction at least, and computes nothing."""
+    operator = node.operator
+    return (operator.moves or operator.moves_gradient) and not cost.flops
+
+
+def _num_logits(loss: Program) -> int:
+    """Return the number of logits of a row of which a rank takes the loss."""
+    graph = loss.graph
+    return graph.spec[graph.producer[graph.outputs[0]].tensor["logits"]].shape[-1]
 
 
 def _total(parts: Iterable[_Part], seconds: Callable[[_Part], float]) -> float:

@@ -70,12 +70,3 @@ def test_a_part_of_a_device_is_slower_where_it_computes_more_than_where_it_reads
     assert half.product_s(4096, 4096, 4096, 2) == pytest.approx(2 * A100.product_s(4096, 4096, 4096, 2), rel=0.15)
     assert half.product_s(1, 14336, 4096, 2) == pytest.approx(A100.product_s(1, 14336, 4096, 2))
     assert A100.part(2).product_s(1, 14336, 4096, 2) > 2 * half.product_s(1, 14336, 4096, 2)
-
-
-def test_joined_devices_share_the_work_and_pay_for_sums():
-    four = A100.joined(4)
-    assert four.memory_bytes == 4 * A100.memory_bytes and four.name == "4 x A100"
-    assert A100.sum_s(1e9) == 0.0
-    assert four.sum_s(0) == pytest.approx(15e-6)
-    assert four.sum_s(1e9) == pytest.approx(15e-6 + 1.5e9 / A100.link_bytes_per_s)
-    assert A100.joined(4, link_bytes_per_s=2e10).sum_s(1e9) > 10 * four.sum_s(1e9)

@@ -21,7 +21,9 @@ from coserve.scheduling.policies.harli import predictor
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.records import Key, LatencyRecords, Work, forward_work, tasklet_work
 from coserve.simulate.hardware import Hardware
+from coserve.simulate.links import Link, SumTimes
 from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.modelled_ranks import on_ranks
 from coserve.simulate.roofline import roofline_profile
 from coserve.simulate.simulation import Arrival, Simulation
 from coserve.tuning.config import TuningConfig
@@ -303,17 +305,20 @@ def test_tuning_is_suspended_while_long_prompts_are_prefilled():
 
 
 def test_the_linear_model_tells_communication_from_computation_and_memory_access():
-    alone, joined = DEVICE, DEVICE.joined(4)
-    load = ForwardLoad(rows=64)
-    job = JobView("j", "backward", 512, 512, 24, 0.0, _profile().job)
-    for hardware in (alone, joined):
-        latency = LatencyModel(roofline_profile(_backbone(), hardware))
-        sum_s = 2 * hardware.sum_s(64 * _backbone().architecture.hidden_size * 2)
-        num_blocks = len(_backbone().architecture.parts) - 1
+    link = Link(name="link", times=(SumTimes(num_devices=2, us=((1, 20.0), (1 << 20, 200.0))),))
+    hardware, load = replace(DEVICE, link=link), ForwardLoad(rows=64)
+    sum_s = link.sum_s(64 * _backbone().architecture.hidden_size * 2, 2)
+    for num_ranks in (1, 2):
+        backbone = on_ranks(_backbone(), num_ranks)
+        latency = LatencyModel(roofline_profile(backbone, hardware))
+        job = JobView("j", "backward", 512, 512, 24, 0.0, latency.profile.job)
         forward, tasklet = forward_work(load, latency), tasklet_work(job, 64, latency)
-        assert forward.communication_s == pytest.approx(num_blocks * sum_s, abs=1e-12)
-        assert tasklet.communication_s == pytest.approx(sum_s, rel=0.1, abs=1e-12)
-        assert forward.fixed_s + forward.computation_s > 0 and (sum_s > 0) == (hardware is joined)
+        num_layers, is_divided = backbone.architecture.num_layers, num_ranks > 1
+        # Two sums a block, and that of the embedding, whose table is the head and divided.
+        assert forward.communication_s == pytest.approx(is_divided * (2 * num_layers + 1) * sum_s, rel=1e-6)
+        # Of the lowest block, whose input nobody asks about, one; of all others two.
+        assert tasklet.communication_s == pytest.approx(is_divided * (2 - 1 / num_layers) * sum_s, rel=1e-6)
+        assert forward.fixed_s + forward.computation_s > 0
     assert forward.fixed_s == pytest.approx(latency.profile.forward.at(1) - latency.profile.sums.at(1)), (
         "what the sums take is in none of the others"
     )

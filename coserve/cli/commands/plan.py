@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coserve.cli.bench_compare import modelled_place, refuse_beyond_positions
+from coserve.cli.modelled_options import TensorParallel
 from coserve.cli.report_option import report_option, write_report
 from coserve.cli.slo_option import slo_option
 from coserve.cli.where_option import Where, values_by_column
@@ -30,6 +31,7 @@ def plan(
     model: Annotated[str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")] = "dummy:llama-3.1-8b",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     hardware: Annotated[str, typer.Option(metavar="NAME", help="Such as a100, h100, h200, a40.")] = "a100",
+    tensor_parallel: TensorParallel = 1,
     rate: Annotated[
         float | None, typer.Option(min=1e-6, max=1e9, help="Mean requests per second over all hours. [the trace's]")
     ] = None,
@@ -65,6 +67,7 @@ def plan(
 
     from coserve.bench.cells import CompareConfig
     from coserve.bench.model_error import model_error
+    from coserve.bench.places import num_parameters
     from coserve.bench.plan import plan as run
     from coserve.bench.plan_page import plan_html
     from coserve.cli.tables import console
@@ -74,7 +77,7 @@ def plan(
     hours = _hours(trace, where, rate=rate, lengths=lengths, sample_s=sample, seed=seed)
     shapes = load_backbone(model, dtype=dtype, device=torch.device("meta"))
     refuse_beyond_positions(shapes, sequence)
-    place = modelled_place(shapes, hardware)
+    place = modelled_place(shapes, hardware, tensor_parallel)
     config = CompareConfig(
         policies=(),
         seconds=sample,
@@ -84,16 +87,19 @@ def plan(
         sequence=sequence,
         seed=seed,
     )
-    found = run(place, hours, config, num_devices=devices, price=price, watch=console(stderr=True).print)
+    # A device of the plan is a group, whose devices are paid one by one.
+    group_price, watch = tensor_parallel * price, console(stderr=True).print
+    found = run(place, hours, config, num_devices=devices, price=group_price, watch=watch)
     result = {
         "experiment": "plan",
         "model": model,
         "dtype": dtype,
         "machine": f"{found.num_devices} × {found.place}, modelled",
         "date": datetime.now(UTC).date().isoformat(),
+        "tensor_parallel": tensor_parallel,
         "trace": " ".join([str(trace), *(where or ())]),
         **found.result(),
-        "model_error": model_error(found.place, place.num_parameters),
+        "model_error": model_error(found.place.removeprefix(f"{tensor_parallel} x "), num_parameters(shapes)),
     }
     _print(result)
     write_report(picture, plan_html(result, found))

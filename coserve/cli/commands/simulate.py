@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from coserve.cli.modelled_options import TensorParallel
 from coserve.cli.where_option import Where, values_by_column
 
 app = typer.Typer(
@@ -33,8 +34,9 @@ def cluster(
         typer.Option(metavar="FILE", help="Fine-tuning jobs, as Philly's: submit_s,num_gpus,duration_s. [none]"),
     ] = None,
     where: Where = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Devices.")] = 1000,
+    nodes: Annotated[int, typer.Option(min=1, help="Devices, or groups of --tensor-parallel devices.")] = 1000,
     hardware: Annotated[str, typer.Option(metavar="NAME", help="Such as a100, h100, h200, a40.")] = "h100",
+    tensor_parallel: TensorParallel = 1,
     model: Annotated[str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")] = "dummy:llama-3.1-8b",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     rate: Annotated[
@@ -74,7 +76,7 @@ def cluster(
         placement=placement,
         workers=workers,
     )
-    place = modelled_place(load_backbone(model, dtype=dtype, device="meta"), hardware)
+    place = modelled_place(load_backbone(model, dtype=dtype, device="meta"), hardware, tensor_parallel)
     begin_s, out = time.monotonic(), console(stderr=True)
     found = at_scale.run(place, requests, given, config, watch=out.print)
     result = {
