@@ -22,9 +22,9 @@ from coserve.devices.messages import (
 
 
 def inverses_of(command: Command) -> tuple[Command, ...]:
-    """Return the commands that take a command back, in order; none for one that leaves nothing behind.
+    """Return the commands that take a command back, in order; none for one that leaves nothing on the device.
 
-    `TakeContribution` and `CombineContributions` are not taken back: whoever asks again gets what is there already,
+    `TakeContribution` and `CombineContributions` are not taken back: a sender that asks again gets what is there,
     and the others do what is missing.
     """
     match command:

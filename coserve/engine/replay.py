@@ -126,8 +126,8 @@ def check_same_device(recorded: DeviceInfo, own: DeviceInfo) -> None:
     needed_bytes = num_ranks * recorded.page_bytes
     if own.page_bytes != needed_bytes and (num_ranks == 1 or own.num_ranks > 1 or own.page_bytes < needed_bytes):
         raise DataError(
-            f"the recording is of a device with page_bytes {recorded.page_bytes} on each of {recorded.num_ranks} ranks; "
-            f"this one has {own.page_bytes} on each of {own.num_ranks}"
+            f"the recording is of a device with page_bytes {recorded.page_bytes} on each of "
+            f"{recorded.num_ranks} ranks; this one has {own.page_bytes} on each of {own.num_ranks}"
         )
 
 

@@ -61,8 +61,8 @@ def after_death(before: LineDeaths | None, *, num_lines: int) -> LineDeaths:
 
 
 def next_group(waiting: Collection[LineKey], deaths: Mapping[LineKey, LineDeaths]) -> Sequence[LineKey]:
-    """Return the suspects to try next among those that wait: one that a process died of alone, else the smallest groups,
-    since their lines are nearest to a verdict.
+    """Return the suspects to try next among those that wait: one that a process died of alone, else the smallest
+    groups, since their lines are nearest to a verdict.
     """
     suspects = [line for line in waiting if line in deaths and deaths[line].is_suspect]
     if not suspects:

@@ -94,8 +94,8 @@ async def set_aside(results: BatchResults, custom_id: str, deaths: LineDeaths) -
     """Write down that a line is not asked again, and why."""
     _log.error("a line of a batch was set aside: processes died %d times while it was under way", deaths.num)
     message = (
-        f"A process of the server died {deaths.num} times while this request was under way, the last {deaths.num_alone} "
-        "times while no other request of a batch was. It was set aside, and is not asked again."
+        f"A process of the server died {deaths.num} times while this request was under way, the last "
+        f"{deaths.num_alone} times while no other request of a batch was. It was set aside, and is not asked again."
     )
     await until_done(results.add_missing, custom_id, ENGINE_DIED, message)
 
