@@ -1,0 +1,116 @@
+"""Devices of several ranks, whose processes can be told to fail: what fails where is in the names of ids.
+
+fails-on-1      a command with such an id raises DeviceMemoryError on rank 1 before it is carried out
+breaks-on-1     a step with a request of such a name raises KeyError on rank 1, in its forward pass
+full-on-1       likewise, but rank 1 runs out of memory
+sleeps-on-1     likewise, but rank 1 writes the file `asleep` and sleeps
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from support import make_backbone, model_directory
+
+from coserve.devices.group_device import GroupDevice
+from coserve.devices.settings import DeviceSettings
+from coserve.memory.paged_kv import kv_page_bytes
+from coserve.simulate.hardware import Hardware
+from coserve.simulate.roofline import roofline_profile
+
+BLOCK, NUM_PAGES = 4, 3000
+FAST = Hardware(name="fast", flops_per_s=1e14, bytes_per_s=1e14, call_s=1e-8)
+# How long a process that is to end may take.
+_END_S = 20.0
+
+_HOOK = """#!{python}
+import runpy, sys, time
+from pathlib import Path
+
+import torch
+
+from coserve.devices import torch_step
+from coserve.devices.torch_device import TorchDevice
+from coserve.errors import DeviceMemoryError
+
+RANK = int(sys.argv[-2])
+execute, forward, rows = TorchDevice.execute, torch_step.forward, []
+
+
+def failing_execute(self, command):
+    ids = [getattr(command, name) for name in command.__struct_fields__[:2]]
+    if f"fails-on-{{RANK}}" in ids:
+        self._count.add(command)
+        raise DeviceMemoryError(f"no room for {{type(command).__name__}}")
+    return execute(self, command)
+
+
+def prepare(self):
+    self._spans = self._requests.spans(self._rows)
+    rows[:] = [each.request for each in self._rows]
+
+
+def failing_forward(*given):
+    for request in rows:
+        if request == f"breaks-on-{{RANK}}":
+            raise KeyError("a bug")
+        if request == f"full-on-{{RANK}}":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if request == f"sleeps-on-{{RANK}}":
+            Path({asleep!r}).touch()
+            time.sleep(600)
+    return forward(*given)
+
+
+TorchDevice.execute, torch_step.forward, torch_step.TorchStep._prepare = failing_execute, failing_forward, prepare
+sys.argv = sys.argv[2:]
+runpy.run_module("coserve.devices.process_main", run_name="__main__", alter_sys=True)
+"""
+
+
+def settings(num_ranks: int, **changed: Any) -> DeviceSettings:
+    """Return those of a device with the pages of one process, on a tiny model."""
+    backbone = make_backbone("llama")
+    found = DeviceSettings(
+        model=str(model_directory("llama")),
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        memory_bytes=NUM_PAGES * kv_page_bytes(backbone, BLOCK) // num_ranks,
+        block_tokens=BLOCK,
+        profile=roofline_profile(backbone, FAST),
+        num_ranks=num_ranks,
+    )
+    return replace(found, **changed)
+
+
+def failing_group(directory: Path, num_ranks: int, **changed: Any) -> GroupDevice:
+    """Return a device whose ranks do what the names of ids say, with the debug check of collectives."""
+    python = directory / "python"
+    python.write_text(_HOOK.format(python=sys.executable, asleep=str(directory / "asleep")))
+    python.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(python))
+        patch.setenv("COSERVE_RANK_CHECK", "1")
+        return GroupDevice(settings(num_ranks, **changed))
+
+
+def are_gone(pids: tuple[int, ...]) -> bool:
+    """Return whether processes have ended, zombies included, or do so shortly."""
+    start_s = time.monotonic()
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        if time.monotonic() - start_s > _END_S:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def kill(pids: tuple[int, ...]) -> None:
+    """End what a failed test has left."""
+    for pid in pids:
+        if Path(f"/proc/{pid}").exists():
+            os.kill(pid, 9)
