@@ -6,7 +6,6 @@ full-on-1       likewise, but rank 1 runs out of memory
 sleeps-on-1     likewise, but rank 1 writes the file `asleep` and sleeps
 """
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -38,6 +37,7 @@ from coserve.devices.torch_device import TorchDevice
 from coserve.errors import DeviceMemoryError
 
 RANK = int(sys.argv[-2])
+{before}
 execute, forward, rows = TorchDevice.execute, torch_step.forward, []
 
 
@@ -88,10 +88,13 @@ def settings(num_ranks: int, **changed: Any) -> DeviceSettings:
     return replace(found, **changed)
 
 
-def failing_group(directory: Path, num_ranks: int, **changed: Any) -> GroupDevice:
-    """Return a device whose ranks do what the names of ids say, with the debug check of collectives."""
+def failing_group(directory: Path, num_ranks: int, *, before: str = "", **changed: Any) -> GroupDevice:
+    """Return a device whose ranks do what the names of ids say, with the debug check of collectives.
+
+    before: Python that each rank runs first, which finds its number as RANK.
+    """
     python = directory / "python"
-    python.write_text(_HOOK.format(python=sys.executable, asleep=str(directory / "asleep")))
+    python.write_text(_HOOK.format(python=sys.executable, asleep=str(directory / "asleep"), before=before))
     python.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", str(python))
@@ -107,10 +110,3 @@ def are_gone(pids: tuple[int, ...]) -> bool:
             return False
         time.sleep(0.01)
     return True
-
-
-def kill(pids: tuple[int, ...]) -> None:
-    """End what a failed test has left."""
-    for pid in pids:
-        if Path(f"/proc/{pid}").exists():
-            os.kill(pid, 9)

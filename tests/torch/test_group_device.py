@@ -20,6 +20,7 @@ from support import random_tokens
 from coserve.devices.grammar import Grammar
 from coserve.devices.group_device import GroupDevice
 from coserve.devices.messages import CloseGrammar, CloseRequest, CountCommands, DropVersion, OpenVersion
+from coserve.devices.rank_process import DeviceProcess
 from coserve.devices.step_messages import RequestRows, StepBatch
 from coserve.errors import AdapterError, BudgetError, DeviceGoneError, DeviceMemoryError, UnknownModelError
 
@@ -159,6 +160,29 @@ def test_a_group_that_cannot_start_says_why():
             GroupDevice(rank_devices.settings(2, **changed))
 
 
+def test_an_error_at_the_start_of_one_rank_ends_that_of_all(tmp_path):
+    """Before it has joined the others, which wait for it."""
+    before = """
+from coserve.devices import cpu_threads
+from coserve.errors import DeviceMemoryError
+
+def worthwhile_threads(*given):
+    if RANK == 1:
+        raise DeviceMemoryError("no room for threads")
+    return 1
+
+cpu_threads.worthwhile_threads = worthwhile_threads
+"""
+    with pytest.raises(DeviceMemoryError, match=r"^no room for threads \(on rank 1\)$"):
+        failing_group(tmp_path, 2, before=before, threads=None)
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_at_the_start_ends_that_of_all(tmp_path):
+    with pytest.raises(DeviceGoneError, match=r"^rank 1 \(process \d+\) has ended before it was ready$"):
+        failing_group(tmp_path, 2, before="if RANK == 1: sys.exit(3)")
+
+
 @pytest.mark.parametrize(("killed", "is_in_step"), [(1, False), (0, True)])
 def test_ranks_end_together_and_nobody_waits_for_them(tmp_path, killed, is_in_step):
     device = failing_group(tmp_path, 2)
@@ -194,6 +218,7 @@ def test_a_rank_that_stands_still_ends_the_group(tmp_path):
     device.close()
 
 
+@pytest.mark.long
 def test_calls_in_other_threads_end_with_the_group(tmp_path):
     device = failing_group(tmp_path, 2)
     begin(Driver(device), "sleeps-on-1")
@@ -207,6 +232,26 @@ def test_calls_in_other_threads_end_with_the_group(tmp_path):
                 each.result(60)
     with pytest.raises(DeviceGoneError, match="is closed"):
         device.collect()
+
+
+@pytest.mark.long
+def test_a_call_that_is_interrupted_between_two_ranks_ends_the_group(tmp_path, monkeypatch):
+    """One rank has it, and the other never will."""
+    device = failing_group(tmp_path, 2)
+    real = DeviceProcess.call
+
+    def call(self, *given):
+        if self.pid == device.pids[1]:
+            raise KeyboardInterrupt
+        return real(self, *given)
+
+    monkeypatch.setattr(DeviceProcess, "call", call)
+    with pytest.raises(KeyboardInterrupt):
+        device.execute(CountCommands())
+    with pytest.raises(DeviceGoneError, match="a call was interrupted"):
+        device.execute(CountCommands())
+    assert are_gone(device.pids)
+    device.close()
 
 
 @pytest.mark.long
