@@ -12,11 +12,14 @@ from random import Random
 
 import pytest
 import rank_devices
+import torch
 from devices import Driver
 from engines import adapter_directory, expected_tokens, greedy
 from rank_devices import are_gone, failing_group
-from support import random_tokens
+from support import model_directory, random_tokens
 
+from coserve.devices import cpu_threads
+from coserve.devices.cpu_threads import share_of_cores, worthwhile_threads
 from coserve.devices.grammar import Grammar
 from coserve.devices.group_device import GroupDevice
 from coserve.devices.messages import CloseGrammar, CloseRequest, CountCommands, DropVersion, OpenVersion
@@ -87,6 +90,27 @@ def test_each_rank_has_its_own_process_and_a_share_of_the_cores(driver):
     assert len(set(pids)) == len(pids) and os.getpid() not in pids
     if len(mine) >= len(pids):
         assert set.union(*cores) <= mine and sum(map(len, cores)) == len(set.union(*cores))
+
+
+def test_ranks_share_cores_so_that_near_ones_stay_together(tmp_path, monkeypatch):
+    """Two packages of two cores, each of two threads that the system numbers apart; and one that is left over."""
+    monkeypatch.setattr(cpu_threads, "_CPUS", tmp_path)
+    for cpu in range(8):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{cpu // 2 % 2}\n")
+        (topology / "core_id").write_text(f"{cpu % 2}\n")
+    cores = set(range(8))
+    assert [share_of_cores(cores, rank, 2) for rank in range(2)] == [{0, 1, 4, 5}, {2, 3, 6, 7}]
+    assert [share_of_cores(cores, rank, 4) for rank in range(4)] == [{0, 4}, {1, 5}, {2, 6}, {3, 7}]
+    assert [share_of_cores({3, 5, 9}, rank, 2) for rank in range(2)] == [{9}, {5}], "as many for each"
+    assert share_of_cores(cores, 0, 9) == set()
+
+
+def test_threads_are_shared_by_ranks_unless_the_model_is_small(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert [worthwhile_threads("dummy:qwen2.5-0.5b", number) for number in (1, 3, 16)] == [8, 2, 1]
+    assert worthwhile_threads(str(model_directory("llama")), 2) == 1
 
 
 def test_commands_of_a_step_are_counted_once(driver):
