@@ -40,10 +40,6 @@ class Driver:
         assert self._pages <= self.device.info.num_pages
         return tuple(range(start, self._pages))
 
-    def pages_are_free_again(self) -> None:
-        """Give out pages from the bottom again: nothing that is of use lies in them."""
-        self._pages = 0
-
     def pages_for(self, num_tokens: int) -> tuple[int, ...]:
         return self.pages(-(-num_tokens // self.device.info.block_tokens))
 
