@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from coserve.devices.messages import BESIDE_STEPS, BESIDE_STEPS_OF_RANKS, Command, DeviceInfo, Reply
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.torch_device import TorchDevice
-from coserve.errors import DeviceMemoryError, RankError, RankGoneError
+from coserve.errors import RankError, RankGoneError
 from coserve.kernels.groups.base import RankGroup
 
 
@@ -58,7 +58,7 @@ class RankDevice:
         return reply
 
     def run(self, batch: StepBatch) -> StepResult:
-        """Run a step; if it fails on one rank, it fails on all.
+        """Run a step; if it fails on one rank, it fails on all, as the device itself sees to.
 
         Raises:
             RankGoneError: the group is over. Any other error: as of `Device.collect`.
@@ -66,17 +66,8 @@ class RankDevice:
         # Each on all ranks or on none, so that they stay alike even if one of them fails.
         for command in batch.commands:
             self.execute(command)
-        try:
-            self._device.submit(replace(batch, commands=()) if batch.commands else batch)
-            result = self._device.collect()
-            if result.failure is None:
-                self._group.barrier()
-        except Exception as error:
-            self._end_call(error)
-            raise
-        if result.failure is not None:
-            self._end_call(DeviceMemoryError(result.failure.message))
-        return result
+        self._device.submit(replace(batch, commands=()) if batch.commands else batch)
+        return self._device.collect()
 
     def _end_call(self, error: Exception) -> None:
         """Have a call that has failed here fail on all ranks, and the group ready for the next."""

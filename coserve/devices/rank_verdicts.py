@@ -5,6 +5,9 @@ A rank that fails calls `RankGroup.fail`, so that no other rank waits for it. At
 raise, as one.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, Self
 from zlib import crc32
 
@@ -94,19 +97,36 @@ def fail_on_all(group: RankGroup, error: Exception) -> None:
     agree_on_end(group, msgspec.structs.replace(Failure.of(error, group.rank), kind="error"))
 
 
+@contextmanager
+def last_word(group: RankGroup) -> Iterator[None]:
+    """Run what follows after all ranks have agreed that all is well, and must not fail any more on one of them.
+
+    Raises:
+        RankGoneError: it did fail: other ranks have a result, so that the group is over.
+    """
+    try:
+        yield
+    except Exception as error:
+        if group.size == 1:
+            raise
+        raise RankGoneError(f"rank {group.rank} failed after all ranks had ended: {one_line(error)}") from error
+
+
 def one_line(reason: object) -> str:
     """Return an error's message as one line that is not too long."""
     return " ".join(str(reason).split())[:_MAX_CHARACTERS]
 
 
 def check_alike(group: RankGroup, what: object, name: str) -> None:
-    """Raise RankError on all ranks if one of them has something else: for the debug check.
+    """Raise RankError on all ranks if one of them has something else; with COSERVE_RANK_CHECK=1, else do nothing.
 
     Args:
         group: this rank's end of the group.
         what: anything that msgspec encodes.
         name: what it is, for the message.
     """
+    if group.size == 1 or os.environ.get("COSERVE_RANK_CHECK") != "1":
+        return
     digest = torch.tensor([crc32(msgspec.msgpack.encode(what))])
     digests = group.all_gather(digest, f"digest of {name}").view(-1).tolist()
     if len(set(digests)) > 1:

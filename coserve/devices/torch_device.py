@@ -6,7 +6,6 @@ events. It can be divided (`Partition`, `coserve.devices.sides`), but not where 
 there it says that it has one unit.
 """
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -64,14 +63,14 @@ from coserve.devices.messages import (
 from coserve.devices.other_models import OtherModels
 from coserve.devices.out_of_memory import memory_errors
 from coserve.devices.own_measurement import OwnMeasurement
-from coserve.devices.rank_verdicts import check_alike, fail_on_all, one_line
+from coserve.devices.rank_verdicts import check_alike, fail_on_all
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.swap_messages import MovePack, MovePages, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
 from coserve.devices.torch_copies import TorchCopy
 from coserve.devices.torch_requests import TorchRequests
 from coserve.devices.torch_step import TorchStep
 from coserve.devices.torch_trainer import TorchTrainer, open_trainer
-from coserve.errors import AdapterError, RankError
+from coserve.errors import AdapterError
 from coserve.memory.host_pages import HostPages, is_away, shapes_of
 from coserve.memory.page_files import PageFiles
 from coserve.memory.paged_kv import PagedKv
@@ -114,7 +113,6 @@ class TorchDevice:
             num_host_pages=num_host_pages,
             is_provisional=is_provisional,
         )
-        self._checks_ranks = backbone.group.size > 1 and os.environ.get("COSERVE_RANK_CHECK") == "1"
         self._measurement = OwnMeasurement(backbone)
         self._count = CommandCount()
         with memory_errors():
@@ -132,7 +130,6 @@ class TorchDevice:
         self._checkpoints: dict[str, TorchCopy] = {}
         self._placing_s = 0.0  # of moments since the last step
         self._step: TorchStep | None = None
-        self._error: Exception | None = None
         self._handlers: dict[type, Callable[[Any], Reply]] = {
             MeasureDevice: lambda command: self._measure(),
             CountCommands: lambda command: self._count.reply(),
@@ -189,41 +186,25 @@ class TorchDevice:
 
     def submit(self, batch: StepBatch) -> None:
         """Launch the step; on a CPU it is done then, but for the numbers that come of it."""
-        self._step = self._error = None
-        group = self.backbone.group
+        self._step = None
         try:
             step = self._prepared(batch)
         except Exception as error:
-            if group.size > 1:
-                fail_on_all(group, error)
+            if self.backbone.group.size > 1:
+                fail_on_all(self.backbone.group, error)
             raise
-        try:
-            step.launch()
-        except Exception as error:  # told with the result, as from a device that is elsewhere
-            self._error = error
-        reason = self._error or step.failure
-        if reason is not None and not isinstance(reason, RankError):  # other ranks must not wait for this one
-            group.fail(one_line(reason))
+        step.launch()
         self._step = step
 
     def collect(self) -> StepResult:
-        """Wait for the step; where ranks divide the model for all of them, which end it alike (`rank_verdicts`)."""
-        (step, self._step), (error, self._error) = (self._step, None), (self._error, None)
+        """Wait for the step; where ranks divide the model, for all of them, which end it alike (`rank_verdicts`)."""
+        step, self._step = self._step, None
         assert step is not None, "no step was submitted"
-        if self.backbone.group.size > 1:
-            error = step.agree_on_end(error)
-        if error is not None:
-            raise error
-        result = step.result()
-        if self._checks_ranks:
-            alike = result.num_tasklets, result.packs, result.norms, result.failure
-            check_alike(self.backbone.group, alike, "results of a step")
-        return result
+        return step.result()
 
     def _prepared(self, batch: StepBatch) -> TorchStep:
         """Return the step once its commands are done and its requests have their new pages."""
-        if self._checks_ranks:
-            check_alike(self.backbone.group, batch, "steps")
+        check_alike(self.backbone.group, batch, "steps")
         for command in batch.commands:
             self.execute(command)
         self._requests.extend_tables(batch.requests)

@@ -9,7 +9,7 @@ import torch
 
 from coserve.devices.other_models import OtherModels
 from coserve.devices.out_of_memory import memory_errors
-from coserve.devices.rank_verdicts import Failure, agree_on_end
+from coserve.devices.rank_verdicts import Failure, agree_on_end, check_alike, last_word, one_line
 from coserve.devices.readout import Pending, Readout
 from coserve.devices.requests_result import RequestsResult
 from coserve.devices.sides import Sides
@@ -18,7 +18,7 @@ from coserve.devices.tasklet_turns import tasklet_turns
 from coserve.devices.timing import StepTimer, step_timer
 from coserve.devices.torch_requests import TorchRequests
 from coserve.devices.torch_trainer import TorchTrainer
-from coserve.errors import DeviceMemoryError, WeightsError
+from coserve.errors import DeviceMemoryError, RankError, WeightsError
 from coserve.memory.host_pages import HostPages
 from coserve.models.backbone import Backbone
 from coserve.models.batch import Span, forward
@@ -69,6 +69,7 @@ class TorchStep:
         self._served: RequestsResult | None = None
         self._totals: dict[str, Pending] = {}
         self._failure: str | None = None
+        self._error: Exception | None = None
 
     def launch(self) -> None:
         """Everything, in the order of `StepBatch`; the requests' tokens and pages go to the device before anything runs
@@ -84,41 +85,60 @@ class TorchStep:
                 }
         except DeviceMemoryError as error:
             self._failure = str(error)  # the error itself holds what was computed
+        except Exception as error:  # told with the result, as from a device that is elsewhere
+            self._error = error
+        self._tell_ranks()
 
-    @property
-    def failure(self) -> str | None:
-        """Return why the device ran out of memory; None if it did not."""
-        return self._failure
+    def _tell_ranks(self) -> None:
+        """If the step has failed here, have other ranks not wait for this one."""
+        reason = self._error or self._failure
+        if reason is not None and not isinstance(reason, RankError):
+            self._backbone.group.fail(one_line(reason))
 
-    def agree_on_end(self, error: Exception | None) -> Exception | None:
-        """End the step as all ranks of the group do; all of them call this.
+    def result(self) -> StepResult:
+        """Wait for it; packs that are done leave their gradients with their jobs.
 
-        Args:
-            error: that ended it on this rank, other than running out of memory.
+        Of several ranks all call this, and all have a result, or all raise (`rank_verdicts`).
 
-        Returns:
-            What is to be raised; None where there is a result.
+        Raises:
+            RankGoneError: the group of ranks is over.
+            Exception: what went wrong, other than running out of memory, here or (RankError) on another rank.
         """
-        group, own = self._backbone.group, error
+        group = self._backbone.group
+        with torch.inference_mode():
+            if group.size > 1:
+                self._agree_on_end()
+            if self._error is not None:
+                raise self._error
+            self._readout.read()
+        with torch.inference_mode(), last_word(group):
+            result = self._success() if self._failure is None else self._failed(self._failure)
+        check_alike(group, (result.num_tasklets, result.packs, result.norms, result.failure), "results of a step")
+        return result
+
+    def _agree_on_end(self) -> None:
+        """Have the step end as on all ranks."""
+        group = self._backbone.group
+        if self._error is None and self._failure is None:
+            try:  # what the device still does can fail, too
+                self._readout.read()
+            except Exception as error:
+                self._error = error
+                self._tell_ranks()
+        own = self._error
         if own is None and self._failure is not None:
             own = DeviceMemoryError(self._failure)
         failure = agree_on_end(
             group, None if own is None else Failure.of(own, group.rank, broken_update=self._updating)
         )
         if failure is None:
-            return None
+            return
         if failure.kind != "memory":
-            return failure.error(group.rank, error)
-        self._failure, self._updating = failure.text, failure.broken_update
+            self._error = failure.error(group.rank, self._error)
+            return
+        self._error, self._failure, self._updating = None, failure.text, failure.broken_update
         if failure.broken_update is not None:  # this rank may have finished it
             self._norms.pop(failure.broken_update, None)
-        return None
-
-    def result(self) -> StepResult:
-        """Wait for it; packs that are done leave their gradients with their jobs."""
-        with torch.inference_mode():
-            self._readout.read()
-            return self._success() if self._failure is None else self._failed(self._failure)
 
     def _success(self) -> StepResult:
         prepare_s, loss_s, backward_s, update_s, wait_s, forward_s = self._timer.sections_s()
