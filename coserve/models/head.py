@@ -61,19 +61,16 @@ def likeliest_on_rank_0(backbone: Backbone, hidden: Tensor, users: Users = ()) -
     if backbone.group.size == 1:
         return backbone.backend.argmax(logits(backbone, hidden, users))
     own, cut = _own_logits(backbone, hidden, users)
-    # Tokens after the last one pad the pieces of the last ranks, some of which may have no others.
-    own = own[:, : cut.num_held(backbone.group.rank)]
-    found = torch.full((own.shape[0], 2), -inf, dtype=torch.float32, device=own.device)
-    if own.shape[1]:
-        places = backbone.backend.argmax(own)
-        found[:, 0] = own.gather(1, places[:, None])[:, 0]
-        found[:, 1] = places  # exact: a piece has fewer than 2^24 tokens
+    # Tokens after the last one pad the pieces of the last ranks.
+    own[:, cut.num_held(backbone.group.rank) :] = -inf
+    places = backbone.backend.argmax(own)[:, None]
+    # A token's number is exact in float32: a piece has fewer than 2^24.
+    found = torch.cat((own.gather(1, places).float(), places.float()), -1)
     pieces = backbone.group.gather(found, 0, "likeliest")
     if pieces is None:
         return None
     rank = pieces[..., 0].argmax(0)
-    starts = torch.tensor([runs[0].start for runs in cut.runs], device=own.device)
-    return pieces[..., 1].gather(0, rank[None])[0].long() + starts[rank]
+    return pieces[..., 1].gather(0, rank[None])[0].long() + rank * cut.local  # pieces stand in the order of the ranks
 
 
 def final_states(backbone: Backbone, hidden: Tensor) -> Tensor:
