@@ -176,6 +176,19 @@ def test_greedy_tokens_are_those_of_one_instance_and_prompts_run_elsewhere(pair)
     pair.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("num_ranks", long_but((2, 1), (1, 2), of=[(2, 1), (1, 2), (2, 4)]), ids=str)
+def test_instances_may_have_different_numbers_of_ranks(tmp_path, num_ranks):
+    pair = Pair(tmp_path, *[make_engine(num_ranks=each) for each in num_ranks])
+    asked = {pair.add(prompt, greedy(NUM_TOKENS)): prompt for prompt in prompts_of(LENGTHS)}
+    got = tokens_by_request(pair.drain())
+    for request, prompt in asked.items():
+        assert got[request] == expected_tokens(prompt, NUM_TOKENS), len(prompt)
+    assert imported(pair.decode) == sum((length - 1) // BLOCK for length in LENGTHS)
+    pair.assert_nothing_is_left()
+    for engine in (pair.decode, pair.prefill):
+        engine.device.close()
+
+
 @pytest.mark.parametrize(
     "params",
     [
