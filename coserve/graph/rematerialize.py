@@ -49,7 +49,8 @@ class _Partial:
 
 
 def save_all(backward: BackwardGraph, *, compute_dtype: torch.dtype, mean_context_len: float) -> Retention:
-    """Nothing is computed twice: pruning (and restoring) alone.
+    """Nothing is computed twice: pruning (and restoring) alone. What is another tensor under a second name is not kept
+    twice either.
 
     mean_context_len: mean number of keys that a row attends to.
     """
@@ -159,14 +160,15 @@ def _decisions(
 ) -> Iterator[tuple[_Needs, _Partial]]:
     """The ways to provide a node's needed outputs, each with what is needed then and what it adds to the cost."""
     graph = backward.graph
-    outputs = [(name, wait) for name, wait in needs if name in node.output.values()]
+    # In one order in every process: ranks that hold a model together must choose alike among equals.
+    outputs = sorted((name, wait) for name, wait in needs if name in node.output.values())
     if not outputs:
         yield needs, _Partial(0, 0.0)
         return
     rest = set(needs) - set(outputs)
     # Of a window, neither gives what other windows read, and no operator takes its state back to run again.
     is_free = {name: name not in graph.kv_tensors and name not in graph.lead_tensors for name, _ in outputs}
-    runs_again = recompute and not node.operator.state_size(node.attribute)
+    runs_again = (recompute and not node.operator.state_size(node.attribute)) or node.operator.is_alias
     options = [
         ["saved"]
         + ["restored"] * (wait and name not in graph.lead_tensors and can_restore(backward, name))

@@ -147,6 +147,8 @@ class Operator(ABC):
     takes_any_cut: ClassVar[bool] = False
     # Whether it reads some columns of its input and leaves the others to other readers.
     reads_some_columns: ClassVar[bool] = False
+    # Whether the result is the input itself, so that nothing is computed where it is made again.
+    is_alias: ClassVar[bool] = False
     # Whether forward, and whether the VJP, moves something between ranks.
     moves: ClassVar[bool] = False
     moves_gradient: ClassVar[bool] = False

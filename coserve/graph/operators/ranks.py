@@ -63,6 +63,7 @@ class RankCopy(_Collective):
     """y = x, which every rank has; its gradient is the sum of what all ranks give."""
 
     name = "rank_copy"
+    is_alias = True
     moves_gradient = True
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
