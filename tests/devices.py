@@ -40,6 +40,10 @@ class Driver:
         assert self._pages <= self.device.info.num_pages
         return tuple(range(start, self._pages))
 
+    def reuse_pages(self) -> None:
+        """Give out all pages again: nobody has any of them now."""
+        self._pages = 0
+
     def pages_for(self, num_tokens: int) -> tuple[int, ...]:
         return self.pages(-(-num_tokens // self.device.info.block_tokens))
 

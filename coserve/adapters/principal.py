@@ -8,7 +8,7 @@ which half is trained. PEFT saves the same where it is asked for an adapter that
 
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from coserve.adapters.base import Adapter
 from coserve.adapters.places import Site
 from coserve.adapters.reparametrization import Reparametrization
 from coserve.errors import AdapterError
+from coserve.graph.layouts import AnyState
+from coserve.kernels.cuts import Cut
 
 LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"
 _SUBSPACE_ITERATIONS = re.compile(r"pissa_niter_(\d{1,3})")
@@ -27,20 +29,34 @@ def is_principal(initial: object) -> bool:
     return isinstance(initial, str) and (initial in ("pissa", "olora") or bool(_SUBSPACE_ITERATIONS.fullmatch(initial)))
 
 
-# A and B of a site are asked for one after the other.
-@lru_cache(maxsize=1)
 def principal_factors(site: Site, initial: str, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
     """A0 [rank, in] and B0 [out, rank], float32, with scaling * B0 A0 the part of the weight that is taken (PiSSA), or
-    B0 A0 with B0 orthonormal (OLoRA); AdapterError for a rank above the weight's, and where ranks divide the model.
+    B0 A0 with B0 orthonormal (OLoRA). Where ranks divide the model, the factors are whole, and all ranks have to ask.
+
+    Raises:
+        AdapterError: the rank is above the weight's.
     """
-    if site.backbone.ranks.size > 1:
-        raise AdapterError(f"init_lora_weights={initial!r} needs whole weights, which ranks divide here")
-    weight = site.dense_weight
-    if rank > min(weight.shape):
+    key = (initial, rank, scaling)
+    kept: dict[Any, tuple[Tensor, Tensor]] = site.__dict__.setdefault("principal_factors", {})
+    if key in kept:  # A and B of a site are asked for one after the other
+        return kept.pop(key)
+    shape, group = site.place.weights["weight"], site.backbone.group
+    if rank > min(shape):
         raise AdapterError(
             f"init_lora_weights={initial!r} with rank {rank} at {site.place.module}: its weight has "
-            f"{list(weight.shape)}, so the rank may be {min(weight.shape)} at most"
+            f"{list(shape)}, so the rank may be {min(shape)} at most"
         )
+    weight = site.whole_weight
+    if group.rank:  # which takes rank 0's, bit for bit
+        found = weight.new_zeros((rank, shape[1])), weight.new_zeros((shape[0], rank))
+    else:
+        found = _factors(weight, initial, rank, scaling)
+    a, b = group.sum_several(found, site.place.module)
+    kept[key] = a, b
+    return a, b
+
+
+def _factors(weight: Tensor, initial: str, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
     if initial == "olora":
         q, r = torch.linalg.qr(weight)
         return r[:rank].contiguous(), q[:, :rank].contiguous()
@@ -65,6 +81,12 @@ class TrainedHalf(Reparametrization):
                 self.parameters[name] = master.clone()
             else:
                 self.parameters[name], self._rest[name] = (half.clone() for half in master.chunk(2, axis))
+
+    def state_of(self, name: str, states: Mapping[str, AnyState]) -> AnyState:
+        """Return how ranks divide a half of a factor: as all of it, since no cut goes along the rank."""
+        state, axis = super().state_of(name, states), _rank_axis(name)
+        assert axis is None or not isinstance(state, Cut) or state.dim != axis - 2, f"{name} is cut along its rank"
+        return state
 
     def compose(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from coserve.graph.layouts import WHOLE, AnyState
+
 
 class HasMasters(Protocol):
     """An adapter, as far as its parameters go; see `Adapter`."""
@@ -29,6 +31,15 @@ class Reparametrization(ABC):
     @abstractmethod
     def compose(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The adapter's parameters that follow from these; PyTorch differentiates it."""
+
+    def state_of(self, name: str, states: Mapping[str, AnyState]) -> AnyState:
+        """Return how ranks divide a parameter; here: as they divide the adapter's parameter of its name.
+
+        Args:
+            name: the parameter's.
+            states: those of the adapter's parameters, by full name; what is left out is whole.
+        """
+        return states.get(name, WHOLE)
 
     def published(self) -> Mapping[str, Tensor]:
         """The adapter's parameters for a version; here: those that are trained with."""
@@ -58,7 +69,8 @@ class Reparametrization(ABC):
 
     def pull_back(self, gradients: Mapping[str, Tensor], *, num_trained: int) -> dict[str, Tensor]:
         """From the gradients of the adapter's parameters, summed over `num_trained` tokens, to those of the parameters
-        that are trained: once in an optimizer step, on tensors of an adapter's size.
+        that are trained: once in an optimizer step, on tensors of an adapter's size. Where ranks divide the model, both
+        are complete gradients of what this rank holds.
         """
         with torch.inference_mode(False), torch.enable_grad():
             leaves = {name: value.clone().requires_grad_() for name, value in self.parameters.items()}

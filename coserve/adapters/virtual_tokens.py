@@ -3,6 +3,7 @@ whose embeddings, or keys and values, are parameters. The engine puts them there
 """
 
 from collections.abc import Iterator, Mapping
+from threading import Lock
 from typing import Any, ClassVar
 
 import torch
@@ -15,13 +16,17 @@ from coserve.adapters.places import Place, Site
 from coserve.adapters.reparametrization import Reparametrization
 from coserve.adapters.settings import NamedConfig
 from coserve.graph.ir import GraphBuilder
+from coserve.graph.layouts import WHOLE, AnyState
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
+from coserve.models.shares import owned
 from coserve.settings import check_whole
 
 # More would leave nothing of most models' positions.
 _MOST_VIRTUAL = 1 << 16
 _FILE = "prompt_embeddings"
+# PyTorch's own generator is one for all threads.
+_DRAWING = Lock()
 # Of a network's inner layers beyond the model's hidden size.
 _MOST_WIDENING = 8
 
@@ -88,19 +93,36 @@ def looked_up(b: GraphBuilder, parameter: str, num_virtual: int, width: int) -> 
 class EncodedTable(Reparametrization):
     """A table that a network gives, whose weights are trained in its place; PEFT keeps the table alone."""
 
-    def __init__(self, encoder: nn.Module, adapter: Adapter, generator: torch.Generator) -> None:
-        """The network takes nothing. Its initial values are PyTorch's, drawn by the generator's seed.
-
-        Raises:
-            AdapterError: ranks hold parts of the table.
-        """
-        adapter.check_whole("trained through a network that gives its table")
+    def __init__(self, encoder: nn.Module, adapter: Adapter) -> None:
+        """Begin with the network's parameters. encoder: gives the table, whole, when it is called."""
         self._encoder, self._layout = encoder.to(adapter.backbone.device).eval(), adapter.layout
+        self._graphs, self._group = adapter.graphs, adapter.backbone.group
         self.parameters = {name: value.detach().clone() for name, value in self._encoder.named_parameters()}
 
     def compose(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         table: Tensor = functional_call(self._encoder, dict(parameters), ())
-        return split_table(table, self._layout)
+        shapes, rank = self._layout.shapes, self._group.rank
+        return {
+            name: self._graphs.own(name, value, shapes[name], rank)
+            for name, value in split_table(table, self._layout).items()
+        }
+
+    def state_of(self, name: str, states: Mapping[str, AnyState]) -> AnyState:
+        """Return that every rank has the whole network."""
+        return WHOLE
+
+    def pull_back(self, gradients: Mapping[str, Tensor], *, num_trained: int) -> dict[str, Tensor]:
+        """Give the network's gradients: with several ranks, the sum of what follows from what each of them holds of
+        the table, no entry of which counts twice.
+        """
+        if self._group.size == 1:
+            return super().pull_back(gradients, num_trained=num_trained)
+        states, rank = self._graphs.states, self._group.rank
+        parts = {name: owned(each, states.get(name, WHOLE), rank) for name, each in gradients.items()}
+        given = {name: torch.zeros_like(gradients[name]) if part is None else part for name, part in parts.items()}
+        found = super().pull_back(given, num_trained=num_trained)
+        sums = self._group.sum_several(list(found.values()), "gradients of an encoder")
+        return dict(zip(found, sums, strict=True))
 
 
 class PromptEncoder(nn.Module):
@@ -124,6 +146,6 @@ class PromptEncoder(nn.Module):
 
 def seeded(generator: torch.Generator, make: Any) -> Any:
     """What `make` gives when PyTorch draws from the generator's seed; nobody else's draws change."""
-    with torch.inference_mode(False), torch.random.fork_rng(devices=()):
+    with _DRAWING, torch.inference_mode(False), torch.random.fork_rng(devices=()):
         torch.manual_seed(generator.initial_seed())
         return make()

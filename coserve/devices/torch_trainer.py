@@ -36,6 +36,7 @@ from coserve.tuning.objectives import check_trains
 from coserve.tuning.optimizer import NUM_MOMENTS, AdapterOptimizer
 from coserve.tuning.pack import make_pack
 from coserve.tuning.programs import evaluation_programs, training_programs
+from coserve.tuning.rank_gradients import RankGradients
 from coserve.tuning.scores import Extras, PackScores
 from coserve.tuning.shard import Shard
 from coserve.tuning.sums import zeros_like_all
@@ -60,14 +61,20 @@ class TorchTrainer:
         what is trained in place of the adapter's parameters. shard: this is one node's part of a job.
         moments_need_pages: see `TrainerOpened`.
         """
-        # An optimizer step would have to add up what `AdapterGraphs.summed` lists, and clip by the norm of all ranks.
-        adapter.check_whole("trained with optimizer steps")
         self.adapter, self.window, self._reparametrization = adapter, window, reparametrization
         self.training_pass: TrainingPass | None = None
         trained = adapter.masters if reparametrization is None else reparametrization.parameters
-        self.states: Mapping[str, AnyState] = dict(adapter.graphs.states)
+        group, graphs = adapter.backbone.group, adapter.graphs
+        self.states: Mapping[str, AnyState] = dict(graphs.states)
         """How ranks divide what is trained, by name; what is left out is whole."""
-        self.optimizer: AdapterOptimizer | None = AdapterOptimizer(trained, config.optimizer)
+        if reparametrization is not None:
+            self.states = {name: reparametrization.state_of(name, graphs.states) for name in trained}
+        self._rank_gradients: RankGradients | None = None
+        norm_of: Callable[[Mapping[str, Tensor]], Tensor] | None = None
+        if group.size > 1:
+            self._rank_gradients = RankGradients(group, graphs.states, graphs.summed)
+            norm_of = RankGradients(group, self.states, ()).norm
+        self.optimizer: AdapterOptimizer | None = AdapterOptimizer(trained, config.optimizer, norm_of)
         self.moments = OptimizerMemory(self.optimizer, adapter.backbone.device, need_pages=moments_need_pages)
         self._moments_need_pages = moments_need_pages
         self.exchange: TorchExchange | None = None
@@ -88,6 +95,7 @@ class TorchTrainer:
         self._reference: Tensor | None = None  # log-probabilities of the next pack's rows without the adapter
         self._seed = config.seed
         self._gradients: dict[str, Tensor] | None = None  # of the optimizer step
+        self._is_complete = False  # these gradients: whether ranks have added up theirs
         self._last: dict[str, Tensor] | None = None  # of the last pack that is done, which may still be dropped
 
     def opened(self) -> TrainerOpened:
@@ -166,7 +174,8 @@ class TorchTrainer:
     def update(self, num_trained: int, num_steps: int) -> Tensor:
         """The optimizer step over the gradients of all packs since the last; returns their norm."""
         self._join_last()
-        gradients, self._gradients = self._gradients, None
+        self._complete()
+        gradients, self._gradients, self._is_complete = self._gradients, None, False
         if gradients is None and self.exchange is not None:  # its part of the batch has no examples
             gradients = zeros_like_all(self.adapter.masters)
         assert gradients is not None and self.optimizer is not None and not self.moments.is_away
@@ -176,6 +185,11 @@ class TorchTrainer:
         norm = self.optimizer.step(gradients, num_trained=num_trained, num_steps=num_steps)
         self._apply()
         return norm
+
+    def _complete(self) -> None:
+        """Add up what ranks have of the gradients: once for all packs of an optimizer step, on all ranks."""
+        if self._rank_gradients is not None and self._gradients is not None and not self._is_complete:
+            self._gradients, self._is_complete = self._rank_gradients.complete(self._gradients), True
 
     def _apply(self) -> None:
         """What is computed with is made of what was trained."""
@@ -188,10 +202,12 @@ class TorchTrainer:
         """See `TakeContribution`."""
         assert self.exchange is not None and self.optimizer is not None
         self._join_last()
+        if self.exchange.gives_gradients:
+            self._complete()
         moments = self.optimizer.moments | self.moments.away(on_device=False)
         given = self.exchange.take(self._gradients, moments)
         taken = TorchCopy(given, self.exchange.held, self.adapter.backbone.device)
-        self._gradients = None  # last: where there was no memory, they are there still
+        self._gradients, self._is_complete = None, False  # last: where there was no memory, they are there still
         return taken
 
     def combine(self, up_to: int, *, meets: bool) -> None:
@@ -200,7 +216,7 @@ class TorchTrainer:
         if up_to <= self.exchange.num_taken:
             return
         if self.exchange.gives_gradients:
-            self._gradients = self.exchange.sum_of(up_to)
+            self._gradients, self._is_complete = self.exchange.sum_of(up_to), True
         else:
             self.exchange.advance(up_to, self.optimizer, meets=meets)
             self._apply()

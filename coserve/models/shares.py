@@ -49,3 +49,13 @@ def piece(whole: Tensor, state: AnyState, rank: int) -> Tensor:
     if isinstance(state, Cut):
         return state.take(whole, rank)
     return whole.new_zeros(whole.shape) if state is FIRST and rank else whole
+
+
+def owned(own: Tensor, state: AnyState, rank: int) -> Tensor | None:
+    """Return what a rank holds of a tensor, each entry on one rank alone; None where rank 0 has all that others hold.
+
+    Of an entry that several ranks hold, those after the first of them have a zero.
+    """
+    if isinstance(state, Cut):
+        return state.owned(own, rank)
+    return None if rank else own

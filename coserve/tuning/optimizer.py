@@ -1,6 +1,6 @@
 """The optimizer step of a job: mean over trained tokens, clipping, AdamW, a learning-rate schedule."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -17,12 +17,25 @@ NUM_MOMENTS = len(_MOMENTS)
 class AdapterOptimizer:
     """AdamW on an adapter's float32 masters, in place."""
 
-    def __init__(self, masters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
-        """room: where the moments are to lie from the first step on, by name; None: anywhere."""
+    def __init__(
+        self,
+        masters: Mapping[str, Tensor],
+        config: OptimizerConfig,
+        norm_of: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
+    ) -> None:
+        """Begin without moments.
+
+        Args:
+            masters: the parameters, by name.
+            config: the optimizer's settings.
+            norm_of: gives the norm of gradients by name, float32 [], where ranks hold parts of them (see
+                `RankGradients.norm`); None: of the gradients that are there.
+        """
         assert all(master.is_contiguous() for master in masters.values()), "fused AdamW goes by where elements lie"
-        self.config = config
+        self.config, self._norm_of = config, norm_of or norm_of_all
         self.num_steps_done = 0
         self.room: Mapping[str, Tensor] | None = None
+        """Where the moments are to lie from the first step on, by name; None: anywhere."""
         self._masters = masters
         self._states: dict[str, dict[str, Tensor]] = {}  # by master; none before the first step
 
@@ -34,15 +47,15 @@ class AdapterOptimizer:
         GradScaler has it). Mean and clipping are one number that AdamW divides by as it reads the gradients
         (`grad_scale`, likewise); the gradients are not there any more afterwards.
         """
-        sums = [gradients[name] for name in self._masters]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(sums))) / num_trained
+        sums = {name: gradients[name] for name in self._masters}
+        norm = self._norm_of(sums) / num_trained
         divisor = torch.full_like(norm, num_trained)
         if bound := self.config.max_grad_norm:
             divisor *= torch.where(norm > bound, (norm + 1e-6) / bound, 1.0)
         rate = self.config.learning_rate_at(self.num_steps_done, num_steps)
         self.num_steps_done += 1
         self._begin()
-        self._update([each.contiguous() for each in sums], rate, divisor, (~norm.isfinite()).float())
+        self._update([each.contiguous() for each in sums.values()], rate, divisor, (~norm.isfinite()).float())
         return norm
 
     def _begin(self) -> None:
@@ -140,3 +153,9 @@ class AdapterOptimizer:
             }
         self.num_steps_done = num_steps_done
         self._states = states
+
+
+def norm_of_all(gradients: Mapping[str, Tensor]) -> Tensor:
+    """Return the norm of gradients that are all there, float32 []."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients.values()))))
+    return norm

@@ -358,7 +358,8 @@ class LoraConfig(TargetedConfig):
                 first[name] = masters[name]
             elif local in (LORA_A, LORA_B):
                 factors = principal_factors(at[module], initial, self.rank(module), self.scaling(module))
-                first[name] = factors[local == LORA_B]
+                shape, rank = adapter.layout.shapes[name], adapter.backbone.ranks.rank
+                first[name] = adapter.graphs.own(name, factors[local == LORA_B], shape, rank)
         doubled = replace(
             self,
             init_lora_weights=True,

@@ -75,7 +75,7 @@ class PTuningConfig(VirtualTokensConfig):
             return None
         (place,) = adapter.layout.places.values()
         encoder: PromptEncoder = seeded(generator, lambda: self._encoder(place.outputs))
-        return EncodedTable(encoder, adapter, generator)
+        return EncodedTable(encoder, adapter)
 
     def _encoder(self, width: int) -> PromptEncoder:
         hidden = self.encoder_hidden_size or width

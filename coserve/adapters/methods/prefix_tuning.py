@@ -71,7 +71,7 @@ class PrefixTuningConfig(VirtualTokensConfig):
             return None
         widths = [shape[1] for shape in adapter.layout.shapes.values()]
         encoder: PromptEncoder = seeded(generator, lambda: self._encoder(widths[0], sum(widths)))
-        return EncodedTable(encoder, adapter, generator)
+        return EncodedTable(encoder, adapter)
 
     def _encoder(self, width: int, outputs: int) -> PromptEncoder:
         hidden = self.encoder_hidden_size or width
