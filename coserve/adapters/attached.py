@@ -32,10 +32,16 @@ class AdapterGraphs:
     divided: Mapping[Part, AttachedLocalGraph] = field(default_factory=dict)
     """The graph of each part as training differentiates it, with states, where ranks divide the model."""
 
+    counted_once: tuple[str, ...] = ()
+    """Full names, at the module that reads it, of a parameter of whose gradient each rank has a part from another
+    module that reads it, and all of it from this one, which rank 0 alone counts."""
+
     @property
-    def held_by_rank_0(self) -> list[str]:
-        """Return the full names of the parameters that only rank 0 holds; other ranks have zeros and must not train."""
-        return [name for name, state in self.states.items() if state is FIRST]
+    def dropped(self) -> list[str]:
+        """Return the full names, at the module that reads them, of the parameters whose gradients from there ranks
+        other than 0 drop: because rank 0 alone holds them, and others have zeros that are not trained, or counts them.
+        """
+        return [*(name for name, state in self.states.items() if state is FIRST), *self.counted_once]
 
     def own(self, name: str, value: Tensor, whole: tuple[int, ...], rank: int) -> Tensor:
         """Return what a rank holds of a parameter or derived tensor.
@@ -105,16 +111,21 @@ class AdapterGraphs:
             for part, attached in found[True].items()
             for name, state in _own_states(attached)
         }
-        summed = sorted(prefix(part) + name for part, each in found[True].items() for name in each.summed)
+        summed = {prefix(part) + name for part, each in found[True].items() for name in each.summed}
+        counted_once = set[str]()
         for name, owner in layout.shared.items():
-            if states.get(name, WHOLE) != states.get(owner, WHOLE) or (name in summed) != (owner in summed):
+            if states.get(name, WHOLE) != states.get(owner, WHOLE):
                 raise AdapterError(f"{name} is {owner}, and ranks would divide the two in different ways")
+            if summed & {name, owner}:
+                counted_once |= {name, owner} - summed
+                summed.add(owner)
         return cls(
             by_training={
                 training: {part: each.attached for part, each in parts.items()} for training, parts in found.items()
             },
             states=states,
-            summed=tuple(summed),
+            summed=tuple(sorted(summed - layout.shared.keys())),
+            counted_once=tuple(sorted(counted_once)),
             divided=found[True],
         )
 

@@ -80,9 +80,9 @@ class TrainingPass:
         # Summed loss, and rows whose likeliest token is the target: float64 [2], on the device.
         self.totals = torch.zeros(2, dtype=torch.float64, device=backbone.device)
         self.gradients = zeros_like_all(adapter.masters)
-        # What rank 0 alone holds is not trained here, though backward passes give its gradient on every rank.
-        others = adapter.graphs.held_by_rank_0 if backbone.ranks.rank else ()
-        self._sums = self.gradients | {name: torch.zeros_like(self.gradients[name]) for name in others}
+        # Where ranks other than 0 put gradients that all ranks have, and rank 0 alone counts.
+        dropped, shared = adapter.graphs.dropped if backbone.ranks.rank else (), adapter.layout.shared
+        self._dropped = {name: torch.zeros_like(self.gradients[shared.get(name, name)]) for name in dropped}
         self.cursor = Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=len(programs.parts))
         self._bypasses = None if bare else adapter.bypasses(training=training)
         self.is_bare, self.scores = bare, scores
@@ -277,8 +277,9 @@ class TrainingPass:
 
     def accumulators(self, part: Part) -> dict[str, Tensor]:
         """The sums of gradients of a part's parameters, by their names there."""
-        adapter = self.adapter
-        return {name: self._sums[adapter.master_name(part, name)] for name in adapter.parameters(part)}
+        adapter, dropped, prefix = self.adapter, self._dropped, self.adapter.architecture.prefix(part)
+        names = adapter.parameters(part)
+        return {name: dropped.get(prefix + name, self.gradients[adapter.master_name(part, name)]) for name in names}
 
     def _segments(self, start: int, end: int) -> list[Segment]:
         """Who attends to what among rows [start, end); the keys are those of the whole pack."""

@@ -28,7 +28,7 @@ from coserve.adapters.methods.diff_pruning import kth_largest
 from coserve.adapters.methods.full import FullConfig
 from coserve.devices.job_messages import OpenTrainer, PublishVersion
 from coserve.devices.step_messages import LossRows, Tasklets, Update, WindowRows
-from coserve.errors import AdapterError
+from coserve.errors import ModelError
 from coserve.graph.layouts import FIRST, WHOLE
 from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.threads import run_ranks
@@ -72,6 +72,11 @@ def test_key_heads_of_a_fused_projection_have_the_same_bits_on_the_ranks_that_ho
     size = 2 if family == "falcon-old" else 4
     found, _ = check(whole_backbone(family), LORA, size=size)
     assert any(isinstance(state, Cut) and not state.is_disjoint for state in found[0].states.values())
+
+
+def test_tokens_that_embeddings_and_head_share_train_as_on_one_rank():
+    config = LoraConfig(r=4, target_modules=("q_proj",), trainable_token_indices=(3, 5, 40))
+    check(whole_backbone("llama-biases-tied"), config)
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
@@ -252,12 +257,12 @@ def test_the_kth_largest_is_found_among_the_numbers_of_all_ranks(size, k):
         assert torch.equal(found, numbers.kthvalue(401 - k).values)
 
 
-def test_a_job_on_another_model_is_refused(tmp_path):
+def test_a_job_on_another_model_is_refused():
     whole = whole_backbone("qwen2")
 
     def open_job(backbone):
         command = OpenTrainer(job="job", config=CONFIG, mean_context_len=8.0, adapter=LORA.to_peft(), model=whole.name)
         make_driver(backbone).device.execute(command)
 
-    with pytest.raises(AdapterError, match="divided among ranks"):
+    with pytest.raises(ModelError, match="on a server of one rank"):
         on_ranks(whole, 2, open_job)
