@@ -19,9 +19,10 @@ from coserve.devices.torch_device import TorchDevice
 from coserve.devices.torch_trainer import TorchTrainer
 from coserve.engine.checks import with_virtual_tokens
 from coserve.graph.layouts import AnyState, State
+from coserve.kernels.groups.base import RankGroup
 from coserve.kernels.groups.threads import run_ranks
 from coserve.memory.paged_kv import kv_page_bytes
-from coserve.models import Backbone
+from coserve.models import Backbone, load_backbone
 from coserve.models.dividing import divided_backbone
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
@@ -33,6 +34,8 @@ FAST = Hardware(name="fast", flops_per_s=1e14, bytes_per_s=1e14, call_s=1e-8)
 # as large as any.
 CONFIG = TuningConfig(seed=3, optimizer=OptimizerConfig(learning_rate=1e-2, eps=1e-3, weight_decay=0.01))
 T = TypeVar("T")
+# With which rounding does not grow over hundreds of steps.
+SLOW = replace(CONFIG, optimizer=replace(CONFIG.optimizer, learning_rate=1e-3))
 Sequences = Sequence[tuple[Sequence[int], Sequence[bool]]]
 
 
@@ -43,8 +46,8 @@ class TrainedJob:
     before: dict[str, Tensor]
     """Its parameters at first, by name."""
     after: dict[str, Tensor]
-    masters: dict[str, Tensor]
-    """The adapter's parameters, which may follow from those that are trained."""
+    version: dict[str, Tensor]
+    """The parameters of the adapter that is published at the end."""
     states: dict[str, AnyState]
     """How ranks divide what is trained."""
     sums: list[PackSums]
@@ -116,11 +119,10 @@ def train_job(
         before_update(trainer, step)
         norms.append(driver.step(updates=[Update("job", trained, num_steps)]).norms["job"])
         driver.reuse_pages()
-    masters = {name: value.clone() for name, value in trainer.adapter.masters.items()}
     return TrainedJob(
         before=before,
         after=parameters_of(trainer),
-        masters=masters,
+        version=trainer.version().masters,
         states=dict(trainer.states),
         sums=sums,
         norms=norms,
@@ -130,6 +132,14 @@ def train_job(
 def on_ranks(whole: Backbone, size: int, run: Callable[[Backbone], T]) -> list[T]:
     """Return what a function gives on every rank of a model."""
     return run_ranks(size, lambda group: run(divided_backbone(whole, group)))
+
+
+def train_directory(group: RankGroup, directory: str, config: AdapterConfig, num_steps: int) -> TrainedJob:
+    """Train a model in files on one rank of several, or on the only one."""
+    backbone = load_backbone(directory, dtype="float32", kernels="plain")
+    if group.size > 1:
+        backbone = divided_backbone(backbone, group)
+    return train_job(backbone, config, SLOW, num_steps=num_steps, rows=1000)
 
 
 def own_copy(backbone: Backbone) -> Backbone:

@@ -1,21 +1,23 @@
-"""A model that is divided among processes, whose blocks run as one call, sums and all."""
+"""A model that is divided among processes: their blocks run as one call, sums and all; and they train together."""
 
 import pytest
 import torch
+from peft_methods import config_of
 from rank_models import decode
 from rank_processes import run_processes
+from rank_training import assert_trained_alike, train_directory
 from ranks import relative_error
 from steps_at_once import wide_directory
+from support import model_directory
 
 from coserve.kernels.cpu import CpuBackend
 from coserve.kernels.groups.base import SingleRank
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels"),
-]
+pytestmark = pytest.mark.long
+compiled = pytest.mark.skipif(not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels")
 
 
+@compiled
 def test_traced_blocks_of_ranks_give_what_blocks_one_by_one_give():
     directory = str(wide_directory("llama"))
     expected, _, num_traces = decode(SingleRank(), directory, "float32")
@@ -26,6 +28,7 @@ def test_traced_blocks_of_ranks_give_what_blocks_one_by_one_give():
         assert relative_error(traced, one_by_one) < 1e-5
 
 
+@compiled
 def test_traced_blocks_of_ranks_in_16_bits_are_as_exact_as_those_of_one_rank():
     directory = str(wide_directory("llama"))
     exact = decode(SingleRank(), directory, "float32")[1]
@@ -34,3 +37,16 @@ def test_traced_blocks_of_ranks_in_16_bits_are_as_exact_as_those_of_one_rank():
         assert num_traces
         # What ranks sum is rounded once more.
         assert relative_error(traced.float(), exact) < 2 * relative_error(alone, exact)
+
+
+@pytest.mark.parametrize(
+    ("case", "num_steps"), [("lora", 200), ("dora", 3), ("pissa", 3), ("p-tuning", 3), ("diff-pruning", 3)]
+)
+def test_jobs_of_processes_train_as_those_of_one(case, num_steps):
+    """What both hold has the same bits on both, which putting it together checks."""
+    directory, config = str(model_directory("qwen2")), config_of(case)
+    alone = train_directory(SingleRank(), directory, config, num_steps)
+    found = run_processes(2, train_directory, directory, config, num_steps)
+    assert_trained_alike(found, alone)
+    for name, value in alone.version.items():
+        assert sum(each.version[name].count_nonzero() for each in found) >= value.count_nonzero()
