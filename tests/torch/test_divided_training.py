@@ -21,7 +21,7 @@ from rank_training import (
     trainer_of,
 )
 from ranks import together, whole_backbone
-from support import make_backbone
+from support import make_backbone, worst_error
 
 from coserve.adapters import LoraConfig
 from coserve.adapters.methods.diff_pruning import kth_largest
@@ -32,6 +32,7 @@ from coserve.errors import ModelError
 from coserve.graph.layouts import FIRST, WHOLE
 from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.threads import run_ranks
+from coserve.tuning.shard import Shard
 
 EVERY = [(case, family) for case, found in CASES.items() for family in found.families]
 SHORT = [("lora", "gptj"), ("dora", "qwen2"), ("pissa", "qwen2"), ("prefix-projection", "qwen2")]
@@ -241,6 +242,30 @@ def test_what_all_ranks_hold_has_the_same_bits_after_many_steps(case, num_steps)
         assert all(torch.equal(each[name], after[0][name]) for name in alike)
     for name in before.keys() - set(alike):  # of a cut, what several ranks hold
         together([each[name] for each in after], whole_shapes[name], states[name], is_summed=False)
+
+
+def test_what_a_node_of_ranks_gives_other_nodes_is_its_whole_gradient():
+    """Added up once: neither before the next try of a command that failed, nor in the optimizer step."""
+    whole = whole_backbone("qwen2")
+    shard = Shard(index=0, count=1, synchronization="synchronous", every_steps=1, meet_every_steps=0, directory="")
+
+    def train(backbone):
+        driver, [sequences] = make_driver(backbone), packs(1)
+        opened = driver.open_trainer("job", CONFIG, adapter=LORA.to_peft(), shard=shard)
+        driver.train("job", opened, sequences)
+        trainer = trainer_of(driver, "job")
+        trainer._join_last()
+        trainer._complete()
+        given = {name: value.clone() for name, value in trainer.contribution()._tensors.items()}
+        trainer.exchange._read.append(given)
+        trainer.combine(1, meets=True)
+        norm = driver.step(updates=[Update("job", num_trained(sequences), 1)]).norms["job"]
+        return given, norm, trainer.states
+
+    given, norm, _ = train(whole)
+    found = on_ranks(whole, 2, train)
+    assert found[0][1] == found[1][1] == pytest.approx(norm, rel=1e-5)
+    assert worst_error(put_together([each[0] for each in found], given, found[0][2]), given) < 1e-5
 
 
 @pytest.mark.parametrize("k", [1, 7, 100, 399, 400])
