@@ -81,10 +81,6 @@ class OtherModels:
         source = find_model(name)
         if source.directory is None:
             raise ModelError(f"{name} has no weights in files; a model that is trained through a window needs them")
-        if self._served.ranks.size > 1:
-            raise ModelError(
-                f"ranks train the model that they hold together alone; train {name} on a server of one rank"
-            )
         served, architecture = self._served, build_architecture(source.config)
         rotary, max_positions = architecture.rotary_tables(), architecture.max_positions
         mapped = MappedWeights(architecture, source.directory)

@@ -18,7 +18,7 @@ from coserve.kernels.cuts import Cut, even_cut, head_cut, repeated, side_by_side
 from coserve.kernels.dropout import dropout_row_ids
 from coserve.kernels.groups.threads import run_ranks
 from coserve.kernels.plain import PlainBackend
-from coserve.models.dividing import piece
+from coserve.models.shares import piece
 
 BACKEND = PlainBackend(torch.device("cpu"))
 N, SIZE = 5, 2
