@@ -28,6 +28,7 @@ from coserve.tuning.objective import chunk_rows, loss_and_gradient
 from coserve.tuning.optimizer import AdapterOptimizer
 from coserve.tuning.pack import make_pack
 from coserve.tuning.programs import TrainingPrograms, training_programs
+from coserve.tuning.rank_gradients import RankGradients
 from coserve.tuning.sums import zeros_like_all
 from coserve.tuning.training_pass import TrainingPass
 
@@ -210,9 +211,10 @@ class ProfiledPieces:
 
     def update(self) -> Timing:
         """Time an optimizer step of the reference adapter."""
-        optimizer = AdapterOptimizer(self.adapter.masters, OptimizerConfig(learning_rate=1e-12))
-        gradients = zeros_like_all(self.adapter.masters)
-        return self._time("update", lambda: optimizer.step(gradients, num_trained=1, num_steps=1))
+        graphs, masters = self.adapter.graphs, self.adapter.masters
+        ranks, gradients = RankGradients(self.backbone.group, graphs.states, graphs.summed), zeros_like_all(masters)
+        optimizer = AdapterOptimizer(masters, OptimizerConfig(learning_rate=1e-12), ranks.norm)
+        return self._time("update", lambda: optimizer.step(ranks.complete(gradients), num_trained=1, num_steps=1))
 
     def copied_byte(self) -> Timing:
         """Time a byte of pages to the host and back, each copied by itself: they are seldom neighbours."""

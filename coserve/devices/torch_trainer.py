@@ -69,11 +69,8 @@ class TorchTrainer:
         """How ranks divide what is trained, by name; what is left out is whole."""
         if reparametrization is not None:
             self.states = {name: reparametrization.state_of(name, graphs.states) for name in trained}
-        self._rank_gradients: RankGradients | None = None
-        norm_of: Callable[[Mapping[str, Tensor]], Tensor] | None = None
-        if group.size > 1:
-            self._rank_gradients = RankGradients(group, graphs.states, graphs.summed)
-            norm_of = RankGradients(group, self.states, ()).norm
+        self._rank_gradients = RankGradients(group, graphs.states, graphs.summed)
+        norm_of = RankGradients(group, self.states, ()).norm
         self.optimizer: AdapterOptimizer | None = AdapterOptimizer(trained, config.optimizer, norm_of)
         self.moments = OptimizerMemory(self.optimizer, adapter.backbone.device, need_pages=moments_need_pages)
         self._moments_need_pages = moments_need_pages
@@ -188,7 +185,7 @@ class TorchTrainer:
 
     def _complete(self) -> None:
         """Add up what ranks have of the gradients: once for all packs of an optimizer step, on all ranks."""
-        if self._rank_gradients is not None and self._gradients is not None and not self._is_complete:
+        if self._gradients is not None and not self._is_complete:
             self._gradients, self._is_complete = self._rank_gradients.complete(self._gradients), True
 
     def _apply(self) -> None:

@@ -26,9 +26,8 @@ from support import make_backbone, worst_error
 from coserve.adapters import LoraConfig
 from coserve.adapters.methods.diff_pruning import kth_largest
 from coserve.adapters.methods.full import FullConfig
-from coserve.devices.job_messages import OpenTrainer, PublishVersion
+from coserve.devices.job_messages import PublishVersion
 from coserve.devices.step_messages import LossRows, Tasklets, Update, WindowRows
-from coserve.errors import ModelError
 from coserve.graph.layouts import FIRST, WHOLE
 from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.threads import run_ranks
@@ -280,14 +279,3 @@ def test_the_kth_largest_is_found_among_the_numbers_of_all_ranks(size, k):
 
     for found in run_ranks(size, find):
         assert torch.equal(found, numbers.kthvalue(401 - k).values)
-
-
-def test_a_job_on_another_model_is_refused():
-    whole = whole_backbone("qwen2")
-
-    def open_job(backbone):
-        command = OpenTrainer(job="job", config=CONFIG, mean_context_len=8.0, adapter=LORA.to_peft(), model=whole.name)
-        make_driver(backbone).device.execute(command)
-
-    with pytest.raises(ModelError, match="on a server of one rank"):
-        on_ranks(whole, 2, open_job)
