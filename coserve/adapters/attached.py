@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Self
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from coserve.errors import AdapterError, GraphError
 from coserve.graph.bypass import AttachedGraph, Bypass, attach
 from coserve.graph.layouts import FIRST, WHOLE, AnyState
 from coserve.graph.parallel.bypasses import AttachedLocalGraph, attach_local
+from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.base import Ranks
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
@@ -44,7 +46,7 @@ class AdapterGraphs:
         return [*(name for name, state in self.states.items() if state is FIRST), *self.counted_once]
 
     def own(self, name: str, value: Tensor, whole: tuple[int, ...], rank: int) -> Tensor:
-        """Return what a rank holds of a parameter or derived tensor.
+        """Return what a rank holds of a parameter.
 
         Args:
             name: its full name.
@@ -53,6 +55,13 @@ class AdapterGraphs:
             rank: number of the rank.
         """
         return piece(value, self.states.get(name, WHOLE), rank) if tuple(value.shape) == whole else value
+
+    def own_derived(self, name: str, value: Tensor, whole: tuple[int, ...], rank: int) -> Tensor:
+        """Do the same for a derived tensor, of which a whole one is that of many modules, and of every step: then so is
+        the piece.
+        """
+        state = self.states.get(name, WHOLE)
+        return _kept_piece(value, state, rank) if isinstance(state, Cut) and tuple(value.shape) == whole else value
 
     @classmethod
     def on(cls, config: HasBypasses, layout: AdapterLayout, backbone: Backbone) -> Self:
@@ -128,6 +137,11 @@ class AdapterGraphs:
             counted_once=tuple(sorted(counted_once)),
             divided=found[True],
         )
+
+
+@lru_cache(maxsize=64)
+def _kept_piece(whole: Tensor, cut: Cut, rank: int) -> Tensor:
+    return cut.take(whole, rank)
 
 
 def _own_states(each: AttachedLocalGraph) -> list[tuple[str, AnyState]]:

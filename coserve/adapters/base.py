@@ -359,7 +359,7 @@ class Adapter:
             tensors = self._tensors.setdefault(site.place.part, {})
             for spec in specs:
                 full, rank = f"{module}.{spec.name}", self.backbone.ranks.rank
-                own = self.graphs.own(full, found[spec.name], spec.shape, rank)
+                own = self.graphs.own_derived(full, found[spec.name], spec.shape, rank)
                 tensors[f"{site.place.node.name}.{spec.name}"] = own.to(self.backbone.dtype)
 
     @cached_property

@@ -228,6 +228,18 @@ def test_ranks_begin_with_their_pieces_of_what_one_rank_begins_with(case):
             torch.testing.assert_close(adapter.masters[name], expected, atol=1e-6, rtol=1e-6)
 
 
+def test_blocks_have_one_piece_of_veras_projections():
+    def projections(backbone):
+        adapter = Adapter(backbone, config_of("vera"))
+        adapter.sync_compute_copy()
+        return [adapter.tensors(layer)["self_attn.o_proj.vera_A"] for layer in range(3)]
+
+    whole = whole_backbone("qwen2")
+    expected = projections(whole)[0].chunk(2, 1)
+    for rank, found in enumerate(run_ranks(2, lambda group: projections(divided_backbone(whole, group)))):
+        assert torch.equal(found[0], expected[rank]) and len({each.data_ptr() for each in found}) == 1
+
+
 @pytest.mark.parametrize("family", ["qwen2", "llama-biases-tied"])
 def test_prompts_begin_with_rows_of_the_whole_table(family):
     config = PromptTuningConfig(num_virtual_tokens=7, prompt_tuning_init="SAMPLE_VOCAB")
