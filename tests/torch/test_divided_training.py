@@ -37,6 +37,7 @@ EVERY = [(case, family) for case, found in CASES.items() for family in found.fam
 SHORT = [("lora", "gptj"), ("dora", "qwen2"), ("pissa", "qwen2"), ("prefix-projection", "qwen2")]
 SHORT += [("p-tuning", "gptj"), ("diff-pruning", "qwen2"), ("bitfit", "opt"), ("lora-whole", "llama-biases-tied")]
 LORA = LoraConfig(r=4, target_modules="all-linear")
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 # With dropout and magnitudes.
 RICH = LoraConfig(r=4, dropout=0.3, use_dora=True, target_modules=("q_proj", "v_proj", "o_proj", "down_proj"))
 STEPPED = ["lora", "dropout", "p-tuning"]
@@ -72,6 +73,28 @@ def test_key_heads_of_a_fused_projection_have_the_same_bits_on_the_ranks_that_ho
     size = 2 if family == "falcon-old" else 4
     found, _ = check(whole_backbone(family), LORA, size=size)
     assert any(isinstance(state, Cut) and not state.is_disjoint for state in found[0].states.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("qwen2", LoraConfig(r=4, target_modules=("q_proj", "embed_tokens", "lm_head"))),
+        ("gpt-oss", LoraConfig(r=4, target_modules=("q_proj",), target_parameters=EXPERTS)),
+        ("opt", LoraConfig(r=4, lora_bias=True, target_modules=("q_proj", "fc2"))),
+    ],
+    ids=["embeddings", "experts", "biases"],
+)
+def test_a_lora_elsewhere_trains_as_on_one_rank(family, config):
+    check(whole_backbone(family), config)
+
+
+def test_a_padded_vocabulary_trains_as_a_whole_one():
+    """Nobody has the last entries of the last rank's piece, which stay zero."""
+    found, _ = check(whole_backbone("qwen2"), config_of("lora-whole"), size=4)
+    [cut] = {state for name, state in found[0].states.items() if name.startswith("lm_head")}
+    assert cut.is_padded
+    for name in ("lm_head.modules_to_save.weight", "model.embed_tokens.modules_to_save.weight"):
+        assert not found[-1].after[name][cut.num_held(3) :].any()
 
 
 def test_tokens_that_embeddings_and_head_share_train_as_on_one_rank():
@@ -133,12 +156,16 @@ def test_two_jobs_step_in_one_step():
             torch.testing.assert_close(after[name], value, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", long_but("opt", of=["opt", "llama-biases-tied", "gpt2", "qwen3-next", "mixtral"]))
-def test_the_weights_of_a_divided_model_are_trained_as_on_one_rank(family):
+FULL = [("opt", 2), ("llama-biases-tied", 2), ("gpt2", 2), ("qwen3-next", 2), ("mixtral", 2), ("phi3", 4)]
+
+
+@pytest.mark.parametrize("model", long_but(("opt", 2), ("phi3", 4), of=FULL), ids=str)
+def test_the_weights_of_a_divided_model_are_trained_as_on_one_rank(model):
     """The served weights are what is trained, so every rank has a model of its own here."""
+    family, size = model
     whole, tuning = whole_backbone(family), replace(CONFIG, live=True)
     alone = train_job(own_copy(whole), FullConfig(), tuning)
-    found = on_ranks(whole, 2, lambda backbone: train_job(own_copy(backbone), FullConfig(), tuning))
+    found = on_ranks(whole, size, lambda backbone: train_job(own_copy(backbone), FullConfig(), tuning))
     assert_trained_alike(found, alone)
     assert any(state is WHOLE for state in found[0].states.values())
 
