@@ -322,11 +322,6 @@ class Adapter:
         write_tensors(directory / WEIGHTS_FILE, {name: each.contiguous().cpu() for name, each in tensors.items()})
         replace_file(directory / CONFIG_FILE, content)
 
-    def check_whole(self, what: str) -> None:
-        """Raise AdapterError where ranks divide the model: it cannot be `what` ("saved") then."""
-        if self.backbone.ranks.size > 1:
-            raise AdapterError(f"the adapter of a model that is divided among ranks cannot be {what} yet")
-
     def snapshot(self) -> "Adapter":
         """A copy of the parameters as they are now, which later training does not touch."""
         return self.with_masters({name: master.clone() for name, master in self.masters.items()})

@@ -34,9 +34,7 @@ from coserve.models.regions import View, owned_runs, region_blocks
 from coserve.models.shared_files import FileTensor, named_when_written, pending, write_shared_tensors
 from coserve.models.shares import piece
 
-# What reads whole weights when it is loaded.
-PRINCIPAL = ("pissa", "pissa-attention", "olora")
-EVERY = [(case, family) for case, found in CASES.items() for family in found.families if case not in PRINCIPAL]
+EVERY = [(case, family) for case, found in CASES.items() for family in found.families]
 SHORT = [("lora", "gptj"), ("dora", "qwen2"), ("vera", "gptj"), ("bottleneck", "gptj"), ("ia3", "qwen2")]
 SHORT += [("prefix-tuning", "qwen2"), ("bitfit", "opt"), ("lora-whole", "llama-biases-tied")]
 FILES = {CONFIG_FILE, WEIGHTS_FILE}

@@ -16,7 +16,6 @@ from coserve.adapters.full_weights import FullWeights
 from coserve.adapters.methods.bottleneck import BottleneckConfig
 from coserve.adapters.methods.full import FullConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
-from coserve.errors import AdapterError
 from coserve.graph.layouts import FIRST, WHOLE
 from coserve.kernels import names_for
 from coserve.kernels.cuts import Cut
