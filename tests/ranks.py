@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from support import make_backbone, random_sequences, random_tokens, worst_error
@@ -55,12 +56,19 @@ def divided_logits(whole: Backbone, size: int) -> list[Tensor]:
     return run_ranks(size, lambda group: cached_logits(divided_backbone(whole, group)))
 
 
-def train(backbone: Backbone, config: AdapterConfig, masters: Mapping[str, Tensor]) -> Trained:
-    """Run a pack of four sequences forward and backward, in windows, and requests' rows with the adapter."""
+def train(backbone: Backbone, config: AdapterConfig, masters: Mapping[str, Tensor], **settings: Any) -> Trained:
+    """Run a pack of four sequences forward and backward, in windows, and requests' rows with the adapter.
+
+    Args:
+        backbone: a rank's, or a whole one.
+        config: the adapter's method.
+        masters: its parameters, whole.
+        settings: of `training_programs`.
+    """
     adapter = Adapter(backbone, config, masters=masters)
     examples = [Example(tokens=tuple(ids), trained=tuple(marks)) for ids, marks in random_sequences((7, 11, 1, 5))]
     pack = pack_of(with_virtual_tokens(examples, config.num_virtual_tokens, 100))
-    training = TrainingPass(adapter, training_programs(adapter), pack, dropout_seed=3)
+    training = TrainingPass(adapter, training_programs(adapter, **settings), pack, dropout_seed=3)
     run_alone(training, forward_rows=5, backward_rows=7)
     virtual = -1 - torch.arange(config.num_virtual_tokens)
     tokens = torch.cat([virtual, random_tokens(9, 4)])
@@ -77,11 +85,14 @@ def random_masters(whole: Backbone, config: AdapterConfig) -> dict[str, Tensor]:
     return {name: value + 0.15 * torch.randn(value.shape, generator=generator) for name, value in fresh.items()}
 
 
-def train_divided(whole: Backbone, config: AdapterConfig, size: int) -> tuple[Trained, Trained]:
-    """Return what one rank gives that holds the whole model, and what several give together."""
+def train_divided(whole: Backbone, config: AdapterConfig, size: int, **settings: Any) -> tuple[Trained, Trained]:
+    """Return what one rank gives that holds the whole model, and what several give together.
+
+    settings: of `training_programs`, for the several.
+    """
     masters = random_masters(whole, config)
     alone = train(whole, config, masters)
-    found = run_ranks(size, lambda group: train(divided_backbone(whole, group), config, masters))
+    found = run_ranks(size, lambda group: train(divided_backbone(whole, group), config, masters, **settings))
     graphs = found[0].graphs
     gradients = {
         name: together(

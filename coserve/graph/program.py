@@ -12,15 +12,16 @@ import torch
 
 from coserve.graph.compress import compress
 from coserve.graph.differentiate import BackwardGraph, GradientNode, differentiate, prune
+from coserve.graph.division import gathering, piece_name, with_pieces
 from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import Cost, Load
-from coserve.graph.rematerialize import Retention, keep_least, rematerialize, save_all
+from coserve.graph.rematerialize import Retention, Weighing, keep_least, rematerialize, save_all
 
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One step of a backward pass: run a node again, or reverse it for the `wanted` gradients (and restored
-    outputs).
+    """One step of a backward pass: run a node again (or gather what ranks keep of its output), or reverse it for the
+    `wanted` gradients (and restored outputs).
     """
 
     kind: Literal["recompute", "reverse"]
@@ -55,12 +56,20 @@ class Program:
     @cached_property
     def saved(self) -> tuple[str, ...]:
         """Row tensors to keep from the forward pass, in the order of the graph."""
-        return tuple(name for name in self.graph.spec if name in self.retention.saved)
+        kept = self.retention.saved | self._pieces
+        return tuple(name for name in self.graph.spec if name in kept)
 
     @cached_property
-    def packed_signs(self) -> Mapping[str, Node]:
-        """Saved tensors that are made only to be saved (packed signs), by name: the forward pass makes them."""
-        return {name: node for name in self.saved if (node := self.graph.producer.get(name)) and node.op == "sign_bits"}
+    def only_saved(self) -> Mapping[str, Node]:
+        """Saved tensors that are made only to be saved (packed signs, a rank's columns), by name, and what makes each:
+        the forward pass runs these nodes for the rows that keep them.
+        """
+        made = {name: self.graph.producer[name] for name in self.saved if name in self.graph.producer}
+        return {name: node for name, node in made.items() if node.op == "sign_bits" or name in self._pieces}
+
+    @cached_property
+    def _pieces(self) -> frozenset[str]:
+        return frozenset(map(piece_name, self.retention.divided))
 
     @cached_property
     def taken_along(self) -> frozenset[int]:
@@ -101,9 +110,8 @@ def _may_go_along(step: Instruction, after: Instruction) -> bool:
 def compile_program(
     graph: Graph,
     asked: Collection[str],
+    by: Weighing,
     *,
-    compute_dtype: torch.dtype,
-    mean_context_len: float,
     of: Collection[str] | None = None,
     budget_bytes_per_token: int | None = None,
     max_recompute: float = 0.0,
@@ -112,8 +120,7 @@ def compile_program(
 
     Args:
         asked: tensors whose gradients are wanted: adapter parameters, chosen weights, the block's input.
-        mean_context_len: mean number of keys that a row attends to; only weighs attention against the rest when
-            something is recomputed.
+        by: what choices of what to keep are weighed by.
         of: outputs to differentiate (default: all).
         budget_bytes_per_token: most bytes of saved tensors per row.
         max_recompute: without a budget, the most FLOPs that may be spent on recomputing to keep less, as a share of the
@@ -124,13 +131,11 @@ def compile_program(
     """
     backward = backward_graph(graph, asked, of=of)
     if budget_bytes_per_token is not None:
-        retention = rematerialize(
-            backward, budget_bytes_per_token, compute_dtype=compute_dtype, mean_context_len=mean_context_len
-        )
+        retention = rematerialize(backward, budget_bytes_per_token, by)
     elif max_recompute:
-        retention = keep_least(backward, max_recompute, compute_dtype=compute_dtype, mean_context_len=mean_context_len)
+        retention = keep_least(backward, max_recompute, by)
     else:
-        retention = save_all(backward, compute_dtype=compute_dtype, mean_context_len=mean_context_len)
+        retention = save_all(backward, by)
     return link(backward, retention, asked)
 
 
@@ -142,9 +147,8 @@ def backward_graph(graph: Graph, asked: Collection[str], *, of: Collection[str] 
 def link(backward: BackwardGraph, retention: Retention, asked: Collection[str]) -> Program:
     """The program of a backward graph under one choice of what to keep."""
     steps = _Scheduler(backward, retention).schedule()
-    return Program(
-        graph=backward.graph, asked=tuple(asked), retention=retention, backward=_with_frees(steps, frozenset(asked))
-    )
+    graph = with_pieces(backward.graph, retention.divided, retention.division)
+    return Program(graph=graph, asked=tuple(asked), retention=retention, backward=_with_frees(steps, frozenset(asked)))
 
 
 class _Scheduler:
@@ -178,7 +182,7 @@ class _Scheduler:
         return all(self._can_provide(name) for name in gradient.reads([slot]).values())
 
     def _can_provide(self, tensor: str) -> bool:
-        if tensor in self._available:
+        if tensor in self._available or tensor in self._retention.divided:
             return True
         if tensor not in self._retention.recomputed:
             return False
@@ -187,9 +191,12 @@ class _Scheduler:
     def _provide(self, tensor: str) -> None:
         if tensor in self._available:
             return
-        node = self._graph.producer[tensor]
-        for name in node.input.values():
-            self._provide(name)
+        if tensor in self._retention.divided:
+            node = gathering(self._graph.spec[tensor], self._retention.division)
+        else:
+            node = self._graph.producer[tensor]
+            for name in node.input.values():
+                self._provide(name)
         self._available.update(node.output.values())
         self._steps.append(Instruction(kind="recompute", node=node, reads=node.inputs))
 

@@ -2,16 +2,17 @@
 
 FlexLLM (section 5.2, algorithm 1, step 2) drops a tensor when its inputs are kept and its operator is cheap. Here the
 choice is exact: for every number of bytes, the set of tensors that costs the fewest FLOPs to compute again. A tensor
-that the backward pass reads is in one of three states.
+that the backward pass reads is in one of these states.
 
 - saved: kept by the forward pass.
+- divided: of what all ranks of a group have alike, each keeps some columns (`graph.division`), and they gather it.
 - restored: handed back by the VJP of the operator that made it, for readers that can wait for that: gradients of
   weights and parameters, which nothing waits for. No operator runs again, and what the VJP adds to its own work (a
   product or two per element of what it holds already) is counted as free.
 - recomputed: computed again from its operator's inputs, which are then needed themselves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -19,6 +20,7 @@ import torch
 
 from coserve.errors import BudgetError
 from coserve.graph.differentiate import BackwardGraph
+from coserve.graph.division import UNDIVIDED, Division
 from coserve.graph.ir import Graph, Node
 
 
@@ -30,7 +32,11 @@ class Retention:
     restored: frozenset[str]
     recomputed: frozenset[str]
     bytes_per_token: int
-    extra_flops_fraction: float  # of the forward and backward pass with nothing recomputed
+    # Of the forward and backward pass with nothing recomputed or gathered. What a link moves counts as the FLOPs that a
+    # rank computes meanwhile.
+    extra_flops_fraction: float
+    divided: frozenset[str] = frozenset()
+    division: Division = UNDIVIDED
 
 
 # A need: a tensor, and whether all of its readers can wait until its producer has been reversed.
@@ -46,29 +52,56 @@ class _Partial:
     saved: frozenset[str] = frozenset()
     restored: frozenset[str] = frozenset()
     recomputed: frozenset[str] = frozenset()
+    divided: frozenset[str] = frozenset()
+
+    def and_then(self, step: "_Partial") -> "_Partial":
+        """Return the choice with what is decided for one node more."""
+        return _Partial(
+            self.num_bytes + step.num_bytes,
+            self.flops + step.flops,
+            self.saved | step.saved,
+            self.restored | step.restored,
+            self.recomputed | step.recomputed,
+            self.divided | step.divided,
+        )
 
 
-def save_all(backward: BackwardGraph, *, compute_dtype: torch.dtype, mean_context_len: float) -> Retention:
-    """Nothing is computed twice: pruning (and restoring) alone. What is another tensor under a second name is not kept
-    twice either.
+@dataclass(frozen=True, kw_only=True)
+class Weighing:
+    """What choices are weighed by."""
 
-    mean_context_len: mean number of keys that a row attends to.
+    compute_dtype: torch.dtype
+    mean_context_len: float
+    """Mean number of keys that a row attends to."""
+    division: Division = UNDIVIDED
+    """What ranks may keep in pieces."""
+
+
+def save_all(backward: BackwardGraph, by: Weighing) -> Retention:
+    """Return what is kept where nothing is computed twice: pruning (and restoring) alone.
+
+    What is another tensor under a second name is not kept twice. Of several ranks, each keeps some columns of what all
+    have alike if bytes times the seconds of a pass, which a pack holds them for, become fewer: a link may be so slow
+    that gathering takes longer than it is worth.
     """
-    return _search(backward, compute_dtype=compute_dtype, mean_context_len=mean_context_len, recompute=False)[0]
+    choices = _search(backward, by, recompute=False)
+    return min(choices, key=lambda choice: choice.bytes_per_token * (1 + choice.extra_flops_fraction))
 
 
-def frontier(backward: BackwardGraph, *, compute_dtype: torch.dtype, mean_context_len: float) -> tuple[Retention, ...]:
-    """Every choice that no other beats in both bytes and FLOPs, from the most bytes (nothing recomputed) to the
+def frontier(backward: BackwardGraph, by: Weighing) -> tuple[Retention, ...]:
+    """Return every choice that no other beats in both bytes and FLOPs, from the most bytes (nothing recomputed) to the
     fewest.
     """
-    return _search(backward, compute_dtype=compute_dtype, mean_context_len=mean_context_len, recompute=True)
+    return _search(backward, by, recompute=True)
 
 
-def rematerialize(
-    backward: BackwardGraph, budget_bytes_per_token: int, *, compute_dtype: torch.dtype, mean_context_len: float
-) -> Retention:
-    """The choice with the fewest extra FLOPs that keeps at most this many bytes per token; BudgetError if none does."""
-    choices = frontier(backward, compute_dtype=compute_dtype, mean_context_len=mean_context_len)
+def rematerialize(backward: BackwardGraph, budget_bytes_per_token: int, by: Weighing) -> Retention:
+    """Return the choice with the fewest extra FLOPs that keeps at most this many bytes per token.
+
+    Raises:
+        BudgetError: none keeps so little.
+    """
+    choices = frontier(backward, by)
     for choice in choices:
         if choice.bytes_per_token <= budget_bytes_per_token:
             return choice
@@ -76,52 +109,33 @@ def rematerialize(
     raise BudgetError(f"a block keeps at least {least} bytes per token; {budget_bytes_per_token} is not enough")
 
 
-def keep_least(
-    backward: BackwardGraph, max_recompute: float, *, compute_dtype: torch.dtype, mean_context_len: float
-) -> Retention:
-    """The choice that keeps the fewest bytes of those with at most these extra FLOPs, as a share of the forward and
-    backward pass.
+def keep_least(backward: BackwardGraph, max_recompute: float, by: Weighing) -> Retention:
+    """Return the choice that keeps the fewest bytes of those with at most these extra FLOPs, as a share of the forward
+    and backward pass; what `save_all` spends is always allowed.
     """
-    choices = frontier(backward, compute_dtype=compute_dtype, mean_context_len=mean_context_len)
-    return [choice for choice in choices if choice.extra_flops_fraction <= max_recompute][-1]
+    most = max(max_recompute, save_all(backward, by).extra_flops_fraction)
+    return [choice for choice in frontier(backward, by) if choice.extra_flops_fraction <= most][-1]
 
 
-def _search(
-    backward: BackwardGraph, *, compute_dtype: torch.dtype, mean_context_len: float, recompute: bool
-) -> tuple[Retention, ...]:
+def _search(backward: BackwardGraph, by: Weighing, *, recompute: bool) -> tuple[Retention, ...]:
     """Dynamic programming from the last node to the first over the set of tensors that are still needed.
 
     A graph of a transformer block is narrow, so there are few such sets; dominated choices are dropped for each.
     """
-    graph = backward.graph
     partials: dict[_Needs, list[_Partial]] = {_first_needs(backward): [_Partial(0, 0.0)]}
-    for node in reversed(graph.nodes):
+    for node in reversed(backward.graph.nodes):
         after: dict[_Needs, list[_Partial]] = {}
         for needs, choices in partials.items():
-            for rest, step in _decisions(backward, node, needs, compute_dtype, mean_context_len, recompute):
-                extended = (
-                    _Partial(
-                        choice.num_bytes + step.num_bytes,
-                        choice.flops + step.flops,
-                        choice.saved | step.saved,
-                        choice.restored | step.restored,
-                        choice.recomputed | step.recomputed,
-                    )
-                    for choice in choices
-                )
-                after.setdefault(rest, []).extend(extended)
+            for rest, step in _decisions(backward, node, needs, by, recompute):
+                after.setdefault(rest, []).extend(choice.and_then(step) for choice in choices)
         partials = {needs: _undominated(choices) for needs, choices in after.items()}
-    total = _total_flops(backward, mean_context_len)
-    finished = []
-    for needs, choices in partials.items():
-        inputs = frozenset(tensor for tensor, _ in needs)
-        num_bytes = sum(graph.spec[tensor].num_bytes(compute_dtype) for tensor in inputs)
-        finished += [
-            _Partial(
-                choice.num_bytes + num_bytes, choice.flops, choice.saved | inputs, choice.restored, choice.recomputed
-            )
-            for choice in choices
-        ]
+    total = _total_flops(backward, by)
+    finished = [
+        choice.and_then(step)
+        for needs, choices in partials.items()
+        for step in _inputs(backward.graph, needs, by)
+        for choice in choices
+    ]
     return tuple(
         Retention(
             saved=choice.saved,
@@ -129,8 +143,35 @@ def _search(
             recomputed=choice.recomputed,
             bytes_per_token=choice.num_bytes,
             extra_flops_fraction=choice.flops / total if total else 0.0,
+            divided=choice.divided,
+            division=by.division,
         )
         for choice in sorted(_undominated(finished), key=lambda choice: choice.flops)
+    )
+
+
+def _inputs(graph: Graph, needs: _Needs, by: Weighing) -> Iterator[_Partial]:
+    """Yield the ways to keep the graph's own inputs."""
+    names = sorted(name for name, _ in needs)
+    for ways in product(*(_kept(name, by) for name in names)):
+        yield _keeping(graph, dict(zip(names, ways, strict=True)), by)
+
+
+def _kept(name: str, by: Weighing) -> list[str]:
+    """Return the ways to keep a tensor."""
+    return ["saved", "divided"] if name in by.division.tensors else ["saved"]
+
+
+def _keeping(graph: Graph, ways: Mapping[str, str], by: Weighing) -> _Partial:
+    """Return what tensors cost that are kept, each in its way; others cost nothing here."""
+    names = {way: frozenset(name for name, each in ways.items() if each == way) for way in ("saved", "divided")}
+    num_bytes = sum(graph.spec[name].num_bytes(by.compute_dtype) for name in names["saved"])
+    pieces = [graph.spec[name] for name in sorted(names["divided"])]
+    return _Partial(
+        num_bytes + sum(by.division.saved_bytes(spec, by.compute_dtype) for spec in pieces),
+        sum(by.division.gather_flops(spec, by.compute_dtype) for spec in pieces),
+        saved=names["saved"],
+        divided=names["divided"],
     )
 
 
@@ -151,12 +192,7 @@ def _merged(needs: set[tuple[str, bool]]) -> _Needs:
 
 
 def _decisions(
-    backward: BackwardGraph,
-    node: Node,
-    needs: _Needs,
-    compute_dtype: torch.dtype,
-    mean_context_len: float,
-    recompute: bool,
+    backward: BackwardGraph, node: Node, needs: _Needs, by: Weighing, recompute: bool
 ) -> Iterator[tuple[_Needs, _Partial]]:
     """The ways to provide a node's needed outputs, each with what is needed then and what it adds to the cost."""
     graph = backward.graph
@@ -170,21 +206,22 @@ def _decisions(
     is_free = {name: name not in graph.kv_tensors and name not in graph.lead_tensors for name, _ in outputs}
     runs_again = (recompute and not node.operator.state_size(node.attribute)) or node.operator.is_alias
     options = [
-        ["saved"]
+        _kept(name, by)
         + ["restored"] * (wait and name not in graph.lead_tensors and can_restore(backward, name))
         + ["recomputed"] * (runs_again and is_free[name])
         for name, wait in outputs
     ]
     for ways in product(*options):
-        chosen = {way: frozenset(n for (n, _), w in zip(outputs, ways, strict=True) if w == way) for way in set(ways)}
-        again, inputs, flops = chosen.get("recomputed", frozenset()), set(), 0.0
+        way_of = {name: way for (name, _), way in zip(outputs, ways, strict=True)}
+        again, inputs, flops = frozenset(n for n, way in way_of.items() if way == "recomputed"), set(), 0.0
         if again:
             can_wait = all(wait for name, wait in outputs if name in again)
             inputs = {(name, can_wait) for name in node.input.values() if graph.spec[name].kind == "row"}
-            flops = node.operator.flops_per_row(graph.slot_specs(node), node.attribute, mean_context_len)
-        saved = chosen.get("saved", frozenset())
-        num_bytes = sum(graph.spec[name].num_bytes(compute_dtype) for name in saved)
-        step = _Partial(num_bytes, flops, saved, chosen.get("restored", frozenset()), again)
+            flops = node.operator.flops_per_row(graph.slot_specs(node), node.attribute, by.mean_context_len)
+            if node.operator.moves:
+                flops += by.division.link_flops(graph, node, by.compute_dtype)
+        restored = frozenset(name for name, way in way_of.items() if way == "restored")
+        step = _keeping(graph, way_of, by).and_then(_Partial(0, flops, restored=restored, recomputed=again))
         yield _merged(rest | inputs), step
 
 
@@ -216,12 +253,16 @@ def forward_flops_per_row(graph: Graph, mean_context_len: float) -> float:
     )
 
 
-def _total_flops(backward: BackwardGraph, mean_context_len: float) -> float:
+def _total_flops(backward: BackwardGraph, by: Weighing) -> float:
+    """Return the FLOPs of a row, forward and backward, with what the link moves as FLOPs of the same time."""
     graph = backward.graph
     reverse = sum(
         gradient.node.operator.vjp_flops_per_row(
-            gradient.wanted, graph.slot_specs(gradient.node), gradient.node.attribute, mean_context_len
+            gradient.wanted, graph.slot_specs(gradient.node), gradient.node.attribute, by.mean_context_len
         )
         for gradient in backward.nodes
     )
-    return forward_flops_per_row(graph, mean_context_len) + reverse
+    moving = [node for node in graph.nodes if node.operator.moves]
+    moving += [gradient.node for gradient in backward.nodes if gradient.node.operator.moves_gradient]
+    link = sum(by.division.link_flops(graph, node, by.compute_dtype) for node in moving)
+    return forward_flops_per_row(graph, by.mean_context_len) + reverse + link

@@ -42,11 +42,11 @@ class Destination(Protocol):
 class Keep:
     """Where some rows of some tensors go: name -> a tensor [n, ...], or what else can be copied into.
 
-    packed_signs: the nodes that make those of them that exist only to be kept.
+    only_kept: the nodes that make those of them that exist only to be kept: packed signs, a rank's columns.
     """
 
     rows: Mapping[str, "Destination"] = field(default_factory=dict)
-    packed_signs: Mapping[str, Node] = field(default_factory=dict)
+    only_kept: Mapping[str, Node] = field(default_factory=dict)
 
 
 class BatchRows(ABC):
@@ -247,26 +247,26 @@ class _Savers:
         self._context = context
         self._num_rows = keepers[-1].rows.stop if keepers else 0
         self._savers: dict[str, list[_Saved]] = {}
-        self._signs: dict[str, list[tuple[_Saved, str, Node]]] = {}
+        self._made: dict[str, list[tuple[_Saved, str, Node]]] = {}
         for keeper in keepers:
             saved = _Saved(own=keeper.own, rows=keeper.rows, keep=keeper.own.keep(part))
             for name in saved.keep.rows:
                 self._savers.setdefault(name, []).append(saved)
-            for sign, node in saved.keep.packed_signs.items():
-                self._signs.setdefault(node.inputs[0][1], []).append((saved, sign, node))
+            for made, node in saved.keep.only_kept.items():
+                self._made.setdefault(node.inputs[0][1], []).append((saved, made, node))
 
     @property
     def names(self) -> set[str]:
         """The tensors of which somebody keeps rows."""
-        return {*self._savers, *self._signs}
+        return {*self._savers, *self._made}
 
     def keeps(self, name: str) -> bool:
         """Whether anybody keeps rows of a tensor."""
-        return name in self._savers or name in self._signs
+        return name in self._savers or name in self._made
 
     def room(self, name: str) -> Tensor | None:
         """Where the batch's rows of a tensor are kept, if that is one place for all."""
-        if name in self._signs or len(self._savers.get(name, ())) != 1:
+        if name in self._made or len(self._savers.get(name, ())) != 1:
             return None
         place = self._savers[name][0].keep.rows[name]
         return place if isinstance(place, Tensor) and place.shape[0] == self._num_rows else None
@@ -276,10 +276,10 @@ class _Savers:
         for saved in self._savers.get(name, ()):
             if (rows := _rows_in(saved, group)) is not None:
                 saved.keep.rows[name].copy_(value[rows])  # nothing to do where they are (`room`): PyTorch sees that
-        for saved, sign, node in self._signs.get(name, ()):
+        for saved, made, node in self._made.get(name, ()):
             if (rows := _rows_in(saved, group)) is not None:
-                packed = run_node(node, {name: value[rows]}, {}, self._context)
-                saved.keep.rows[sign].copy_(packed[sign])
+                found = run_node(node, {name: value[rows]}, {}, self._context)
+                saved.keep.rows[made].copy_(found[made])
 
 
 class AfterNode:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from coserve.graph.division import dividable, piece_name
 from coserve.graph.execute import run_graph
 from coserve.graph.ir import Node
 from coserve.graph.operators.base import AttentionRows, Context
@@ -234,16 +235,24 @@ def _trace_block(
     graph = backbone.local.graphs[layer]
     runs = {run.node: run for run in backbone.local.place_runs[layer] if run.mask & what.places}
     stores = dict(zip(graph.kv_tensors, (keys, key_values), strict=True))
-    if what.has_windows:
-        trace.keep((layer, "x"), values["x"])
+    ranks = backbone.local.ranks
+    in_pieces = dividable(graph, backbone.local.divided[layer].states, ranks.size) if ranks.size > 1 else frozenset()
+
+    def keep(name: str, rows: Tensor) -> None:
+        if what.has_windows:
+            trace.keep((layer, name), rows)
+            if name in in_pieces:
+                widths = [graph.spec[name].shape[0] // ranks.size] * ranks.size
+                trace.keep((layer, piece_name(name)), rows.split_with_sizes(widths, -1)[ranks.rank])
+
+    keep("x", values["x"])
 
     def after(node: Node, found: MutableMapping[str, Tensor]) -> None:
         if (run := runs.get(node.name)) is not None:
             outputs = [found[name] for name in run.outputs]
             trace.backend.add_adapters(found[run.source], outputs, run.first, trace.adapters)
         for _, name in node.outputs:
-            if what.has_windows:
-                trace.keep((layer, name), found[name])
+            keep(name, found[name])
             if name in stores:
                 trace.store((layer, name), found[name], stores[name])
 

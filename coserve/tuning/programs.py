@@ -2,16 +2,17 @@
 the loss.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from coserve.adapters.base import Adapter
+from coserve.graph.division import UNDIVIDED, Division, dividable
 from coserve.graph.ir import Graph, GraphBuilder
 from coserve.graph.program import Program, backward_graph, compile_program
-from coserve.graph.rematerialize import Retention, frontier
+from coserve.graph.rematerialize import Retention, Weighing, frontier
 from coserve.kernels.gated_delta import CHUNK_ROWS
 from coserve.models.base import Part
 
@@ -23,8 +24,8 @@ def _one_of(program: Program) -> Program:
 
 
 @lru_cache(maxsize=256)
-def _compile(graph: Graph, asked: tuple[str, ...], **settings: Any) -> Program:
-    return _one_of(compile_program(graph, asked, **settings))
+def _compile(graph: Graph, asked: tuple[str, ...], by: Weighing, **settings: Any) -> Program:
+    return _one_of(compile_program(graph, asked, by, **settings))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ def training_programs(
     budget_bytes_per_token: int | None = None,
     max_recompute: float = 0.0,
     mean_context_len: float = 512.0,
+    link_flops_per_byte: float | None = 0.0,
 ) -> TrainingPrograms:
     """Compile the parts of an adapter's model; equal blocks share one program.
 
@@ -61,6 +63,8 @@ def training_programs(
             (see `compile_program`).
         mean_context_len: mean number of keys that a row attends to (`Pack.mean_context_len`), for choosing
             what to recompute.
+        link_flops_per_byte: FLOPs that a rank computes while a gather moves a byte (`Division.flops_per_byte`), for
+            choosing what ranks keep in pieces. 0: a link costs nothing; None: nothing is kept in pieces.
 
     Raises:
         BudgetError: no block can do with so little.
@@ -69,6 +73,7 @@ def training_programs(
     parts = backbone.local.parts
     lowest = min((index for index, part in enumerate(parts) if adapter.parameters(part)), default=len(parts))
     programs: dict[Part, Program] = {}
+    by = Weighing(compute_dtype=backbone.dtype, mean_context_len=mean_context_len)
     for index, part in enumerate(parts[:-1]):
         graph = adapter.attached(part).graph
         asked = tuple(adapter.parameters(part)) + (("x",) if index > lowest else ())
@@ -76,19 +81,12 @@ def training_programs(
         programs[part] = _compile(
             graph,
             asked if index >= lowest else (),
-            compute_dtype=backbone.dtype,
-            mean_context_len=mean_context_len,
+            replace(by, division=_division(adapter, part, link_flops_per_byte)) if is_trained_block else by,
             budget_bytes_per_token=budget_bytes_per_token if is_trained_block else None,
             max_recompute=max_recompute if is_trained_block else 0.0,
         )
     asked = tuple(adapter.parameters("head")) + (("x",) if lowest < len(parts) - 1 else ())
-    loss = _compile(
-        with_loss(adapter.attached("head").graph),
-        asked,
-        compute_dtype=backbone.dtype,
-        mean_context_len=mean_context_len,
-        of=("loss",),
-    )
+    loss = _compile(with_loss(adapter.attached("head").graph), asked, by, of=("loss",))
     reversed_parts = tuple(part for index, part in reversed(list(enumerate(parts[:-1]))) if index >= lowest)
     return TrainingPrograms(program=programs, loss=loss, parts=reversed_parts)
 
@@ -96,17 +94,12 @@ def training_programs(
 def evaluation_programs(adapter: Adapter, *, mean_context_len: float = 512.0) -> TrainingPrograms:
     """The programs of a pass that only measures the loss: nothing runs backward, and only K and V are kept."""
     backbone = adapter.backbone
+    by = Weighing(compute_dtype=backbone.dtype, mean_context_len=mean_context_len)
     programs = {
-        part: _compile(
-            adapter.attached(part, training=False).graph,
-            (),
-            compute_dtype=backbone.dtype,
-            mean_context_len=mean_context_len,
-        )
-        for part in backbone.local.parts[:-1]
+        part: _compile(adapter.attached(part, training=False).graph, (), by) for part in backbone.local.parts[:-1]
     }
     graph = with_loss(adapter.attached("head", training=False).graph)
-    loss = _compile(graph, (), compute_dtype=backbone.dtype, mean_context_len=mean_context_len, of=("loss",))
+    loss = _compile(graph, (), by, of=("loss",))
     return TrainingPrograms(program=programs, loss=loss, parts=())
 
 
@@ -114,8 +107,24 @@ def frontier_of_part(
     programs: TrainingPrograms, adapter: Adapter, part: Part, *, mean_context_len: float
 ) -> tuple[Retention, ...]:
     """What a trained part can keep, from everything that its backward pass reads to the least."""
-    backward = backward_graph(adapter.attached(part).graph, programs.program[part].asked)
-    return frontier(backward, compute_dtype=adapter.backbone.dtype, mean_context_len=mean_context_len)
+    program = programs.program[part]
+    backward = backward_graph(adapter.attached(part).graph, program.asked)
+    by = Weighing(
+        compute_dtype=adapter.backbone.dtype,
+        mean_context_len=mean_context_len,
+        division=program.retention.division,
+    )
+    return frontier(backward, by)
+
+
+def _division(adapter: Adapter, part: Part, link_flops_per_byte: float | None) -> Division:
+    """Return what the ranks of an adapter's model may keep in pieces in a block."""
+    local = adapter.backbone.local
+    if not local.divided or link_flops_per_byte is None:
+        return UNDIVIDED
+    of_part = adapter.graphs.divided.get(part) or local.divided[part]
+    tensors = dividable(adapter.attached(part).graph, of_part.states, local.ranks.size)
+    return Division(size=local.ranks.size, tensors=tensors, flops_per_byte=link_flops_per_byte)
 
 
 def with_loss(head: Graph) -> Graph:

@@ -365,7 +365,7 @@ class _Window(Span, BatchRows):
         if part not in self._pass.kept.saved:
             return Keep()
         saved = self._pass.kept.saved_rows(part, self._rows)
-        return Keep(rows=saved, packed_signs=self._pass.programs.program[part].packed_signs)
+        return Keep(rows=saved, only_kept=self._pass.programs.program[part].only_saved)
 
     @property
     def in_window(self) -> InWindow | None:

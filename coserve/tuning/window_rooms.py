@@ -177,7 +177,7 @@ class RoomRows(Span, BatchRows):
     def keep(self, part: Part) -> Keep:
         room, (keys, values) = self._room, self._program.graph.kv_tensors
         stores = {keys: _Placed(room.keys, room.place), values: _Placed(room.values, room.place)}
-        return Keep(rows={**room.saved, **stores}, packed_signs=self._program.packed_signs)
+        return Keep(rows={**room.saved, **stores}, only_kept=self._program.only_saved)
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._room.keys, self._room.values

@@ -1,7 +1,6 @@
 """Graphs, their reverse, pruning, compression and programs, on graphs small enough to know the answer."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +15,10 @@ from coserve.graph.ir import Graph, GraphBuilder, Node
 from coserve.graph.operators.base import Context, Load
 from coserve.graph.operators.elementwise import Add
 from coserve.graph.program import compile_program
-from coserve.graph.rematerialize import frontier, keep_least, rematerialize, save_all
+from coserve.graph.rematerialize import Weighing, frontier, keep_least, rematerialize, save_all
 from coserve.kernels.plain import PlainBackend
 
-BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16, "mean_context_len": 0.0}
+BF16 = Weighing(compute_dtype=torch.bfloat16, mean_context_len=0.0)
 
 
 CONTEXT = Context(backend=PlainBackend(torch.device("cpu")))
@@ -123,7 +122,7 @@ def test_pruning_stops_below_the_lowest_parameter():
 def test_asking_for_nothing_leaves_nothing():
     backward = prune(differentiate(mlp()), [])
     assert backward.nodes == ()
-    assert save_all(backward, **BF16).bytes_per_token == 0
+    assert save_all(backward, BF16).bytes_per_token == 0
 
 
 def test_asking_for_what_is_not_there_is_an_error():
@@ -157,8 +156,8 @@ def test_a_gradient_cannot_be_asked_through_an_operator_without_one():
 def test_a_relu_nobody_else_reads_is_kept_as_bits():
     attached = attach(mlp("relu"), {"up": lora(8, 16)}).graph
     asked = ["up.A.weight", "up.B.weight", "x"]
-    plain = save_all(prune(differentiate(attached), asked), **BF16)
-    packed = save_all(compress(prune(differentiate(attached), asked)), **BF16)
+    plain = save_all(prune(differentiate(attached), asked), BF16)
+    packed = save_all(compress(prune(differentiate(attached), asked)), BF16)
     assert plain.saved == {"x", "up.A", "act"}
     assert packed.saved == {"x", "up.A", "act.sign"}
     assert plain.bytes_per_token - packed.bytes_per_token == 16 * 2 - 16 // 8
@@ -175,7 +174,7 @@ def test_a_relu_that_is_kept_anyway_stays_as_it_is():
 
 def test_a_restored_tensor_is_not_kept_and_its_reader_waits():
     attached = attach(mlp(), {"down": lora(16, 8)}).graph
-    program = compile_program(attached, ["down.A.weight", "down.B.weight", "x"], **BF16)
+    program = compile_program(attached, ["down.A.weight", "down.B.weight", "x"], BF16)
     assert set(program.saved) == {"up", "down.A"}
     assert program.retention.restored == {"act"}
     assert program.retention.extra_flops_fraction == 0
@@ -186,7 +185,7 @@ def test_a_restored_tensor_is_not_kept_and_its_reader_waits():
 def test_the_frontier_of_a_small_graph_is_the_known_one():
     attached = attach(mlp(), {"down": lora(16, 8)}).graph
     backward = prune(differentiate(attached), ["down.A.weight", "down.B.weight", "x"])
-    points = [(sorted(c.saved), c.bytes_per_token) for c in frontier(backward, **BF16)]
+    points = [(sorted(c.saved), c.bytes_per_token) for c in frontier(backward, BF16)]
     # Everything; without A's output (from a restored act: 64 FLOPs); without up, from x (256 FLOPs more); x alone.
     assert points == [(["down.A", "up"], 36), (["up"], 32), (["down.A", "x"], 20), (["x"], 16)]
 
@@ -194,26 +193,26 @@ def test_the_frontier_of_a_small_graph_is_the_known_one():
 def test_a_budget_takes_the_cheapest_choice_within_it():
     attached = attach(mlp(), {"down": lora(16, 8)}).graph
     backward = prune(differentiate(attached), ["down.A.weight", "down.B.weight", "x"])
-    assert rematerialize(backward, 10**6, **BF16) == save_all(backward, **BF16)
-    assert rematerialize(backward, 33, **BF16).bytes_per_token == 32
+    assert rematerialize(backward, 10**6, BF16) == save_all(backward, BF16)
+    assert rematerialize(backward, 33, BF16).bytes_per_token == 32
     with pytest.raises(BudgetError, match="at least 16 bytes per token; 15 is not enough"):
-        rematerialize(backward, 15, **BF16)
+        rematerialize(backward, 15, BF16)
 
 
 def test_the_least_is_kept_that_these_flops_allow():
     attached = attach(mlp(), {"down": lora(16, 8)}).graph
     backward = prune(differentiate(attached), ["down.A.weight", "down.B.weight", "x"])
-    choices = frontier(backward, **BF16)
-    assert keep_least(backward, 0.0, **BF16) == save_all(backward, **BF16)
+    choices = frontier(backward, BF16)
+    assert keep_least(backward, 0.0, BF16) == save_all(backward, BF16)
     for choice in choices:
-        assert keep_least(backward, choice.extra_flops_fraction, **BF16) == choice
-        assert keep_least(backward, choice.extra_flops_fraction + 1e-6, **BF16) == choice
-    assert keep_least(backward, 1.0, **BF16) == choices[-1]
+        assert keep_least(backward, choice.extra_flops_fraction, BF16) == choice
+        assert keep_least(backward, choice.extra_flops_fraction + 1e-6, BF16) == choice
+    assert keep_least(backward, 1.0, BF16) == choices[-1]
 
 
 def test_a_program_is_data():
-    program = compile_program(mlp(), ["up.weight", "down.weight", "x"], **BF16)
-    assert program == compile_program(mlp(), ["up.weight", "down.weight", "x"], **BF16)
+    program = compile_program(mlp(), ["up.weight", "down.weight", "x"], BF16)
+    assert program == compile_program(mlp(), ["up.weight", "down.weight", "x"], BF16)
     assert all(dataclasses.is_dataclass(step) for step in program.backward)
     assert "recompute" not in {step.kind for step in program.backward}
     assert program.saved_bytes_per_token(torch.bfloat16) == sum(
@@ -227,7 +226,7 @@ def test_a_program_is_data():
 
 
 def test_a_program_says_what_each_instruction_frees():
-    program = compile_program(mlp(), ["up.weight", "down.weight", "x"], **BF16)
+    program = compile_program(mlp(), ["up.weight", "down.weight", "x"], BF16)
     steps = [(step.node.name, step.wanted, step.frees, step.frees_gradients) for step in program.backward]
     assert steps == [
         ("sum", ("a", "b"), ("sum",), ("sum",)),
@@ -254,7 +253,7 @@ def test_a_run_can_stop_between_any_two_instructions(stops, activation):
     hidden = getattr(torch.nn.functional, activation)(leaf @ leaves["up.weight"].T)
     theirs = torch.autograd.grad(leaf + hidden @ leaves["down.weight"].T, [leaf, *leaves.values()], grad)
 
-    program = compile_program(graph, ["up.weight", "down.weight", "x"], **BF16)
+    program = compile_program(graph, ["up.weight", "down.weight", "x"], BF16)
     values, kept = {"x": rows}, {"x": rows}
 
     def keep(node: Node, current) -> None:

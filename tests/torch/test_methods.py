@@ -18,6 +18,7 @@ from coserve.graph.execute import BackwardRun, run_graph
 from coserve.graph.ir import GraphBuilder
 from coserve.graph.operators.base import AttentionRows, Context
 from coserve.graph.program import compile_program
+from coserve.graph.rematerialize import Weighing
 from coserve.kernels.attention import Segment
 from coserve.models import CachedSequence, forward, logits
 from coserve.models.base import Architecture, Part
@@ -109,7 +110,7 @@ def test_full_weights_of_a_block_equal_autograd(name):
     backbone, model = make_backbone(name), copy.deepcopy(make_model(name))
     graph = backbone.architecture.graphs[1]
     asked = [tensor.name for tensor in graph.with_kind("weight")]
-    program = compile_program(graph, [*asked, "x"], compute_dtype=torch.float32, mean_context_len=5.0)
+    program = compile_program(graph, [*asked, "x"], Weighing(compute_dtype=torch.float32, mean_context_len=5.0))
     torch.manual_seed(0)
     x, grad = torch.randn(9, 32), torch.randn(9, 32)
 
