@@ -72,7 +72,9 @@ class ProfiledPieces:
         self.pages = PagedKv(backbone, num_pages=num_pages, block_tokens=_BLOCK_TOKENS)
         self.pages.storage.zero_()
         self.adapter = Adapter(backbone, LoraConfig(r=16, alpha=32, target_modules="all-linear"))
-        self.programs: TrainingPrograms = training_programs(self.adapter)
+        self.programs: TrainingPrograms = training_programs(
+            self.adapter, link_flops_per_byte=backbone.link_flops_per_byte
+        )
         self._captured = CapturedWindows.of(self.adapter)
 
     def forward(self, spans: int, *, rows: int = 1, past: int = 0, bypasses: Bypasses | None = None) -> Timing:

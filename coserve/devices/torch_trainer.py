@@ -79,7 +79,10 @@ class TorchTrainer:
             given = (adapter.masters, adapter.graphs.states) if shard.gives_gradients else (trained, self.states)
             self.exchange = TorchExchange(shard, given[0], self._held(given[1]))
         self._programs = training_programs(
-            adapter, max_recompute=config.max_recompute, mean_context_len=mean_context_len
+            adapter,
+            max_recompute=config.max_recompute,
+            mean_context_len=mean_context_len,
+            link_flops_per_byte=adapter.backbone.link_flops_per_byte,
         )
         self._captured = None if window is not None else CapturedWindows.of(adapter)
         self._evaluation = evaluation_programs(adapter, mean_context_len=mean_context_len)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from coserve.graph.blocks import split_rows
 from coserve.kernels import find_backend
 from coserve.kernels.base import Backend
 from coserve.kernels.groups.base import RankGroup, Ranks, SingleRank
+from coserve.kernels.groups.link_pace import link_flops_per_byte
 from coserve.kernels.weights import Weight
 from coserve.models.base import Architecture, Part
 from coserve.models.families import build_architecture
@@ -60,6 +62,24 @@ class Backbone:
     def local(self) -> LocalModel:
         """Return what of the model runs here."""
         return local_model(self.architecture, self.ranks)
+
+    @property
+    def link_flops_per_byte(self) -> float:
+        """Return the FLOPs that a rank computes while a gather moves a byte; 0 for one rank, and for shapes alone.
+
+        All ranks measure it together the first time.
+        """
+        if self.ranks.size == 1 or self.device.type == "meta":
+            return 0.0
+        if self.group.link_flops_per_byte is None:
+            self.group.link_flops_per_byte = self._measured_link()
+        return self.group.link_flops_per_byte
+
+    def _measured_link(self) -> float:
+        layers = [self.weights[part].values() for part in self.local.parts if isinstance(part, int)]
+        matrices = [each for weights in layers for each in weights if isinstance(each, Weight) and len(each.shape) == 2]
+        largest = max(matrices, key=lambda matrix: prod(matrix.shape))
+        return link_flops_per_byte(self.group, self.backend, largest, dtype=self.dtype, device=self.device)
 
     def deterministic(self, *, is_so: bool = True) -> "Backbone":
         """The same weights; forward passes of requests give a row the same results in any company, or need not.

@@ -1,5 +1,7 @@
 """What a rank keeps of each row of a pack between forward and backward, where ranks hold a model together."""
 
+from math import inf
+
 import pytest
 import torch
 from lengths import long_but
@@ -193,3 +195,11 @@ def test_packs_of_one_program_run_backward_as_one_on_every_rank():
     for joined, alone in run_ranks(2, run):
         for name, gradient in alone.items():
             torch.testing.assert_close(joined[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+
+
+def test_ranks_agree_on_what_their_link_costs():
+    """Each by a clock of its own; one rank has no link."""
+    whole = whole_backbone("qwen2")
+    found = run_ranks(3, lambda group: divided_backbone(whole_backbone("mpt-clipped"), group).link_flops_per_byte)
+    assert len(set(found)) == 1 and 0 < found[0] < inf
+    assert whole.link_flops_per_byte == 0

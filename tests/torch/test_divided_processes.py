@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft_methods import config_of
-from rank_models import decode
+from rank_models import decode, keep_windows, link_pace
 from rank_processes import run_processes
 from rank_training import assert_trained_alike, train_directory
 from ranks import relative_error
@@ -50,3 +50,23 @@ def test_jobs_of_processes_train_as_those_of_one(case, num_steps):
     assert_trained_alike(found, alone)
     for name, value in alone.version.items():
         assert sum(each.version[name].count_nonzero() for each in found) >= value.count_nonzero()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_windows_in_traced_steps_keep_a_ranks_columns(dtype):
+    """A call copies them to where block after block puts them."""
+    for rank, (found, gradients, num_traces) in enumerate(
+        run_processes(2, keep_windows, str(wide_directory("llama")), dtype)
+    ):
+        traced, one_by_one = found
+        assert num_traces, "windows are part of a call"
+        assert {"1.x.piece", "1.attention_residual.piece"} <= traced.keys() and "1.x" not in traced
+        assert traced["1.x.piece"].shape[1] == 32
+        for name, rows in one_by_one.items():
+            assert relative_error(traced[name].float(), rows.float()) < (1e-5 if dtype == "float32" else 0.05), name
+        assert relative_error(gradients[0], gradients[1]) < (1e-5 if dtype == "float32" else 0.1), rank
+
+
+def test_processes_agree_on_what_their_link_costs():
+    found = run_processes(2, link_pace, str(wide_directory("llama")))
+    assert found[0] == found[1] > 0

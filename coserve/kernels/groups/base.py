@@ -37,6 +37,8 @@ class RankGroup(ABC):
         """Number of this rank in its group, from 0 on."""
         self.size = size
         """Number of ranks in the group."""
+        self.link_flops_per_byte: float | None = None
+        """FLOPs that a rank computes while a gather moves a byte (`link_pace`); None: not measured yet."""
 
     def sum_(self, x: Tensor, name: str = "") -> Tensor:
         """Replace a tensor by the sum of all ranks' tensors, which has the same bits on every rank.
