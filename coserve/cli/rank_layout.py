@@ -1,6 +1,7 @@
 """Shows how ranks would divide a model and an adapter, for `coserve inspect --tensor-parallel`."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from coserve.graph.layouts import AnyState, State
@@ -12,13 +13,16 @@ if TYPE_CHECKING:
 
     from coserve.adapters.base import AdapterConfig
     from coserve.adapters.layout import AdapterLayout
+    from coserve.graph.ir import Graph
+    from coserve.graph.program import Program
+    from coserve.graph.rematerialize import Weighing
     from coserve.models.local import LocalModel
 
 _WORDS = {State.WHOLE: "whole", State.COPIED: "whole", State.PART: "part of a sum", State.FIRST: "rank 0"}
 
 
 def rank_layout(
-    config: "AdapterConfig", layout: "AdapterLayout", size: int, layer: int, dtype: "torch.dtype"
+    config: "AdapterConfig", layout: "AdapterLayout", size: int, layer: int, program: "Program", by: "Weighing"
 ) -> dict[str, Any]:
     """Return how ranks divide a model: a block in full, with the adapter on it, and the bytes of one rank.
 
@@ -27,7 +31,8 @@ def rank_layout(
         layout: the adapter on the whole model.
         size: number of ranks.
         layer: the block that is shown.
-        dtype: the compute dtype.
+        program: how one rank trains that block.
+        by: what choices of what to keep are weighed by.
 
     Raises:
         UnsupportedModelError: the model cannot be divided among the ranks.
@@ -37,6 +42,7 @@ def rank_layout(
     from coserve.kernels.groups.base import Ranks
     from coserve.models.local import local_model
 
+    dtype = by.compute_dtype
     local = local_model(layout.architecture, Ranks(rank=0, size=size))
     whole = local_model(layout.architecture, Ranks())
     attached = AdapterGraphs.of(config, layout, local)
@@ -51,6 +57,7 @@ def rank_layout(
         "weight_bytes": _weight_bytes(local, dtype),
         "whole_weight_bytes": _weight_bytes(whole, dtype),
         "kv_bytes_per_token": len(local.kv_layers) * sum(local.kv_widths) * dtype.itemsize,
+        "saved": _saved(graph, states, size, program.asked, by),
         "forward": [{"node": node.name, "bytes_per_row": rows[node]} for node in forward],
         "backward": [{"node": node.name, "bytes_per_row": rows[node]} for node in backward],
         "nodes": [
@@ -68,6 +75,29 @@ def rank_layout(
             for node in graph.nodes
         ],
         "summed": sorted(name.removeprefix(prefix) for name in attached.summed if name.startswith(prefix)),
+    }
+
+
+def _saved(
+    graph: "Graph", states: Mapping[str, AnyState], size: int, asked: Collection[str], by: "Weighing"
+) -> dict[str, Any]:
+    """Return what a rank saves of a row of a block: bytes with rows that all ranks have saved whole, or in pieces, and
+    what is gathered then.
+    """
+    from coserve.graph.division import Division, dividable
+    from coserve.graph.program import compile_program
+
+    whole = compile_program(graph, asked, by)
+    division = Division(size=size, tensors=dividable(graph, states, size))
+    divided = compile_program(graph, asked, replace(by, division=division))
+    return {
+        "whole_bytes_per_token": whole.saved_bytes_per_token(by.compute_dtype),
+        "divided_bytes_per_token": divided.saved_bytes_per_token(by.compute_dtype),
+        "gathered": [
+            {"tensor": name, "bytes_per_row": graph.spec[name].num_bytes(by.compute_dtype)}
+            for name in graph.spec
+            if name in divided.retention.divided
+        ],
     }
 
 
@@ -114,7 +144,16 @@ def layout_words(layout: dict[str, Any]) -> str:
         f"{len(layout[way])} collectives of {sum(each['bytes_per_row'] for each in layout[way]):,} bytes per row {way}"
         for way in ("forward", "backward")
     ]
+    saved, gathered = layout["saved"], layout["saved"]["gathered"]
+    num_bytes = sum(each["bytes_per_row"] for each in gathered)
+    words = f"Of a token, it saves {saved['whole_bytes_per_token']:,} bytes of this block for the backward pass"
+    if gathered:
+        words += (
+            f"; {saved['divided_bytes_per_token']:,} where ranks save columns of what all of them have "
+            f"({', '.join(each['tensor'] for each in gathered)}), for {len(gathered)} gathers of {num_bytes:,} bytes "
+            "per row backward, unless their link is too slow for that"
+        )
     return (
         f"A rank holds {layout['weight_bytes'] / 2**20:,.1f} MiB of weights, {share:.1%} of the model, and "
-        f"{layout['kv_bytes_per_token']:,} bytes of K and V per token. In this block: {' and '.join(sums)}."
+        f"{layout['kv_bytes_per_token']:,} bytes of K and V per token. In this block: {' and '.join(sums)}. {words}."
     )

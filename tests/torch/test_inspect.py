@@ -252,6 +252,15 @@ def test_a_look_at_how_ranks_would_divide_a_model(inspect):
     assert "self_attn.q_proj.lora_A.weight" in report["summed"]
 
 
+def test_a_look_says_what_a_rank_saves_for_the_backward_pass(inspect):
+    report = inspect("dummy:llama-3.1-8b", "--tensor-parallel", "4")
+    alone, saved = report["saved_bytes_per_token"], report["ranks"]["saved"]
+    assert saved["whole_bytes_per_token"] / alone == pytest.approx(0.382, abs=0.001)
+    assert saved["divided_bytes_per_token"] / alone == pytest.approx(0.252, abs=0.001)
+    gathered = {each["tensor"]: each["bytes_per_row"] for each in saved["gathered"]}
+    assert gathered == {"x": 2 * 4096, "attention_residual": 2 * 4096}
+
+
 def test_a_norm_over_all_ranks_sends_one_number_per_row(inspect):
     report = inspect(str(model_directory("olmo2")), "--tensor-parallel", "2")["ranks"]
     for way in ("forward", "backward"):
@@ -262,7 +271,7 @@ def test_a_norm_over_all_ranks_sends_one_number_per_row(inspect):
 def test_one_rank_has_all_of_a_model(inspect):
     report = inspect("dummy:qwen2.5-0.5b", "--tensor-parallel", "1")["ranks"]
     assert report["weight_bytes"] == report["whole_weight_bytes"]
-    assert report["forward"] == report["backward"] == report["summed"] == []
+    assert report["forward"] == report["backward"] == report["summed"] == report["saved"]["gathered"] == []
     assert inspect("dummy:qwen2.5-0.5b")["ranks"] is None
 
 
@@ -270,6 +279,7 @@ def test_the_layout_is_a_table_and_a_refusal_one_line(monkeypatch, capsys):
     status, out, err = run(monkeypatch, capsys, "inspect", "dummy:qwen2.5-0.5b", "--tensor-parallel", "2")
     assert (status, err) == (0, "")
     assert "on each of 2 ranks" in out and "part of a sum" in out and "2 collectives" in out
+    assert "13,820 where ranks save columns" in " ".join(out.split())
     status, _, err = run(monkeypatch, capsys, "inspect", "dummy:qwen2.5-0.5b", "--tensor-parallel", "4")
     assert status and err.count("\n") == 1
     assert "14 heads of attention cannot be divided among 4 ranks; a number of ranks that fits is 1 or 2 or 7" in err

@@ -128,6 +128,7 @@ def _examine(
     from coserve.adapters.methods.lora import LoraConfig
     from coserve.bench.conventional import conventional_saved_bytes
     from coserve.cli.rank_layout import rank_layout
+    from coserve.graph.rematerialize import Weighing
     from coserve.models.backbone import build_backbone
     from coserve.models.source import find_model
     from coserve.tuning.programs import frontier_of_part, training_programs
@@ -137,6 +138,7 @@ def _examine(
     for name, wrong in config.misfits(backbone.architecture):
         raise AdapterError(f"{name} {wrong}")
     adapter, keys = Adapter(backbone, config), (seq + 1) / 2
+    by = Weighing(compute_dtype=backbone.dtype, mean_context_len=keys)
     programs = training_programs(adapter, budget_bytes_per_token=budget, mean_context_len=keys)
     architecture = backbone.architecture
     trained = [part for part in programs.parts if isinstance(part, int)]
@@ -165,7 +167,7 @@ def _examine(
         conventional_memory_bytes=_conventional_memory(memory, conventional, seq),
         forward=_forward_rows(program, backbone.dtype),
         backward=_backward_rows(program, backbone.dtype),
-        ranks=None if size is None else rank_layout(config, adapter.layout, size, layer, backbone.dtype),
+        ranks=None if size is None else rank_layout(config, adapter.layout, size, layer, program, by),
     )
 
 
