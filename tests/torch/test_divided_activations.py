@@ -1,5 +1,6 @@
 """What a rank keeps of each row of a pack between forward and backward, where ranks hold a model together."""
 
+from functools import partial
 from math import inf
 
 import pytest
@@ -18,6 +19,7 @@ from coserve.kernels.groups.threads import run_ranks
 from coserve.models import forward, load_backbone
 from coserve.models.dividing import divided_backbone
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
+from coserve.tuning.blockwise import BlockwisePass
 from coserve.tuning.joined import joined_tasklet
 from coserve.tuning.programs import frontier_of_part
 
@@ -203,3 +205,24 @@ def test_ranks_agree_on_what_their_link_costs():
     found = run_ranks(3, lambda group: divided_backbone(whole_backbone("mpt-clipped"), group).link_flops_per_byte)
     assert len(set(found)) == 1 and 0 < found[0] < inf
     assert whole.link_flops_per_byte == 0
+
+
+def test_blocks_of_rows_that_do_not_depend_on_the_plan_are_gathered_too():
+    whole, config = whole_backbone("qwen2"), LoraConfig(r=4, target_modules="all-linear")
+    masters = random_masters(whole, config)
+
+    def run(group, link):
+        adapter = Adapter(divided_backbone(whole, group).deterministic(), config, masters=masters)
+        programs = training_programs(adapter, link_flops_per_byte=link)
+        training = BlockwisePass(adapter, programs, make_pack(random_sequences((7, 40, 31))))
+        while not training.forward_done:
+            training.run_window(30)
+        while not training.loss_done:
+            training.run_loss(30)
+        while not training.done:
+            training.run_tasklet(30)
+        return training.gradients
+
+    found, expected = (run_ranks(2, partial(run, link=link))[0] for link in (FREE, WHOLE_ROWS))
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
