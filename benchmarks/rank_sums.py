@@ -13,11 +13,11 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -28,6 +28,7 @@ from coserve.kernels.groups.base import RankGroup
 from coserve.kernels.groups.shared_memory import SharedMemoryGroup
 from coserve.kernels.groups.torch_distributed import TorchGroup
 
+T = TypeVar("T")
 Join = Callable[[], RankGroup]
 _NUM_TURNS = 40
 # Short, so that some turns are not interrupted on a machine that is not quite idle.
@@ -52,13 +53,18 @@ def times_us(group: RankGroup, num_rows: int, width: int) -> list[float]:
     return [1e6 * turn(count) for _ in range(_NUM_TURNS)]
 
 
-def run_rank(join: Join, rank: int, sizes: list[int], width: int, results: Connection) -> None:
-    """Measure every size on one rank, on its own core."""
+def times_of_sizes_us(sizes: Sequence[int], width: int, group: RankGroup) -> list[list[float]]:
+    """Return microseconds a sum for every number of rows, turn by turn."""
+    return [times_us(group, num_rows, width) for num_rows in sizes]
+
+
+def run_rank(join: Join, rank: int, work: Callable[[RankGroup], Any], results: Connection) -> None:
+    """Run a piece of work on one rank, on its own core, and send what it returns."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     group = join()
-    results.send([times_us(group, num_rows, width) for num_rows in sizes])
+    results.send(work(group))
     group.barrier()
     group.close()
 
@@ -73,17 +79,22 @@ def join_gloo(rank: int, size: int, port: int) -> RankGroup:
     return TorchGroup(rank=rank, size=size, host="127.0.0.1", port=port, own_address="127.0.0.1")
 
 
-def measure(joins: Callable[[Any], list[Join]], sizes: list[int], width: int) -> list[list[float]]:
-    """Return rank 0's times for every size. joins: makes the ranks' functions, within the start of a process."""
+def on_ranks(joins: Callable[[Any], list[Join]], work: Callable[[RankGroup], T]) -> T:
+    """Run a piece of work on every rank, each in a process of its own, and return rank 0's result.
+
+    Args:
+        joins: makes the ranks' functions, within the start of a process.
+        work: what can be sent to a process.
+    """
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank, join in enumerate(joins(context)):
         ours, theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=run_rank, args=(join, rank, sizes, width, theirs), daemon=True))
+        processes.append(context.Process(target=run_rank, args=(join, rank, work, theirs), daemon=True))
         processes[-1].start()
         theirs.close()
         pipes.append(ours)
-    found: list[list[float]] = pipes[0].recv()
+    found: T = pipes[0].recv()
     for process in processes:
         process.join()
     return found
@@ -137,7 +148,7 @@ def main() -> None:
     print("| transport | " + " | ".join(f"[{n}, {given.width}]" for n in given.rows) + " |")
     print("|---" * (1 + len(given.rows)) + "|")
     for name, joins in transports(given.ranks).items():
-        found = measure(joins, given.rows, given.width)
+        found = on_ranks(joins, partial(times_of_sizes_us, given.rows, given.width))
         rows.append({"transport": name, "us": [[statistics.median(each), min(each)] for each in found]})
         cells = [f"{statistics.median(each):,.1f} ({min(each):,.1f})" for each in found]
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)

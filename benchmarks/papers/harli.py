@@ -34,8 +34,8 @@ _BASELINE_BATCH, MICRO_BATCH = 16, 2
 PHASES, PHASE_S = (8, 42, 24), 30.0
 
 
-def _setting(model: str, hardware: Hardware, batch: int) -> Setting:
-    return Setting(model=model, hardware=hardware, slo=_SLO, batch=batch, handed_over=True)
+def _setting(model: str, hardware: Hardware, batch: int, num_ranks: int = 1) -> Setting:
+    return Setting(model=model, hardware=hardware, num_ranks=num_ranks, slo=_SLO, batch=batch, handed_over=True)
 
 
 def _decoded(data: Data) -> list[TracedRequest]:
@@ -228,9 +228,60 @@ def _claims_14(rows: list[Row]) -> list[Claim]:
     ]
 
 
+# -- section 8.7 ------------------------------------------------------------------------------
+
+
+def _tensor_parallel(model: str, hardware: Hardware, data: Data) -> list[Row]:
+    """Both devices as one group with one copy of the weights, beside HARLI on each and beside separate ones."""
+    trace, rows = _decoded(data), []
+    whole, micro = (_setting(model, hardware, batch) for batch in (_BASELINE_BATCH, MICRO_BATCH))
+    group = _setting(model, hardware, _NUM_DEVICES * MICRO_BATCH, _NUM_DEVICES)
+    found: dict[str, tuple[Played, float]] = {
+        "separate": (whole.requests_alone(trace, data.seconds), whole.tuning_alone())
+    }
+    for policy in ("harli", "slack"):
+        played = micro.run(policy, _half(trace), data.seconds)
+        found[policy] = played, _NUM_DEVICES * played.tuning_tokens_per_s
+        played = group.run(policy, trace, data.seconds)
+        found[f"{policy}-tp"] = played, played.tuning_tokens_per_s
+    for system, (played, tuning) in found.items():
+        rows.append(
+            {
+                "device": hardware.name,
+                "model": model,
+                "system": system,
+                "tuning_tokens_per_s": round(tuning),
+                "attainment": round(whole.attainment(played), 4),
+                **{f"tpot_p{share}_ms": _tpot_ms(played, share) for share in (50, 99)},
+            }
+        )
+    return rows
+
+
+def _claims_tensor_parallel(rows: list[Row]) -> list[Claim]:
+    def claim(system: str, over: str, paper: str) -> Claim:
+        by_device = _of(rows, system, over)
+        ours = "; ".join(f"{device} {between(found)}" for device, found in by_device.items())
+        return Claim(f"{system} over {over}", paper, ours, min(map(min, by_device.values())) > 1 if paper else None)
+
+    attained = [row["attainment"] for row in rows if row["system"] == "harli-tp"]
+    return [
+        claim("harli-tp", "harli", "1.102 in the mean"),
+        claim("harli-tp", "separate", "1.33 in the mean"),
+        Claim("HARLI-TP holds the TPOT SLO", "for all requests", between(attained), min(attained) >= 0.99),
+        claim("slack-tp", "slack", ""),
+        claim("slack-tp", "harli-tp", ""),
+    ]
+
+
 FIGURES = {
     "harli-11": Figure(
         "tuning beside decoding (and figure 12's errors)", _tasks, lambda rows: _claims_11(rows) + _claims_12(rows)
+    ),
+    "harli-tp": Figure(
+        "two devices as one group (section 8.7)",
+        lambda data: [partial(_tensor_parallel, model, each, data) for each in _DEVICES for model in _MODELS],
+        _claims_tensor_parallel,
     ),
     "harli-14": Figure(
         "a load that changes",

@@ -16,29 +16,31 @@ _BANDWIDTH_SHARE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What a device sustains.
-
-    flops_per_s: of large matrix products. bytes_per_s: of streaming reads and writes. call_s: what an operator takes at
-    least. num_units: among which a step can be divided (1: it cannot). num_processors: that tiles of products are dealt
-    to (1: products of any shape run at full pace). attention, attention_backward: the pace of attention over sequences,
-    as a share of that of products. memory_bytes: of the device. host_bytes_per_s: between it and the host's memory, one
-    way. link: between the devices of a group; None: not known.
-    """
+    """What a device sustains."""
 
     name: str
     flops_per_s: float
+    """Pace of large matrix products."""
     bytes_per_s: float
+    """Pace of streaming reads and writes."""
     call_s: float
+    """What an operator takes at least."""
     num_units: int = 1
+    """Units among which a step can be divided; 1: it cannot."""
     num_processors: int = 1
+    """Processors that tiles of products are dealt to; 1: products of any shape run at full pace."""
     attention: float = 1.0
+    """Pace of attention over sequences, as a share of that of products."""
     attention_backward: float = 1.0
+    """The same of its backward pass."""
     memory_bytes: int = 80 * 10**9
     host_bytes_per_s: float = 2.2e10
+    """Pace of copies between the device and the host's memory, one way."""
     link: Link | None = None
+    """What connects the devices of a group; None: not known."""
 
     def product_s(self, rows: int, num_outputs: int, num_inputs: int, itemsize: int) -> float:
-        """Of [rows, num_inputs] with [num_inputs, num_outputs].
+        """Return what a product of [rows, num_inputs] with [num_inputs, num_outputs] takes.
 
         Tiles are dealt to processors in rounds, the last of which leaves some idle ("Matrix Multiplication Background
         User's Guide", NVIDIA DU-09799, section 3).
@@ -58,11 +60,11 @@ class Hardware:
         return self.call_s + max(compute_s, num_bytes / self.bytes_per_s)
 
     def pass_s(self, flops: float, num_bytes: float) -> float:
-        """Of any other operator."""
+        """Return what any other operator takes."""
         return self.call_s + max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)
 
     def part(self, num_units: int) -> "Hardware":
-        """Some of its units, while nothing else runs on it."""
+        """Return some of its units, while nothing else runs on it."""
         share = num_units / self.num_units
         return replace(
             self,
