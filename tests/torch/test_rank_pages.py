@@ -104,7 +104,7 @@ def test_devices_with_different_numbers_of_ranks_can_hand_over():
 
     def info_of(backbone: Backbone) -> DeviceInfo:
         return device_info(
-            backbone, num_pages=4, block_tokens=BLOCK, threads=1, profile=roofline_profile(backbone, HARDWARE)
+            backbone, num_pages=4, block_tokens=BLOCK, threads=1, profile=roofline_profile(whole, HARDWARE)
         )
 
     alone, (first, second) = info_of(whole), run_ranks(2, lambda group: info_of(divided_backbone(whole, group)))

@@ -69,7 +69,7 @@ def test_rank_0_reads_and_keeps_the_profile_of_all(tmp_path, monkeypatch):
     def measure(backbone, progress):
         nonlocal num_measured
         num_measured += 1
-        return roofline_profile(backbone, other if backbone.ranks.rank else HARDWARE)
+        return roofline_profile(whole, other if backbone.ranks.rank else HARDWARE)
 
     monkeypatch.setattr(kept_profiles, "measure_profile", measure)
 
@@ -89,7 +89,7 @@ def test_rank_0_reads_and_keeps_the_profile_of_all(tmp_path, monkeypatch):
 def test_a_provisional_profile_becomes_one_profile_on_all_ranks(tmp_path, monkeypatch):
     whole = whole_backbone("llama")
     monkeypatch.setattr(kept_profiles, "_directory", lambda: tmp_path)
-    quick = lambda backbone, progress: roofline_profile(backbone, HARDWARE)  # noqa: E731
+    quick = lambda backbone, progress: roofline_profile(whole, HARDWARE)  # noqa: E731
     monkeypatch.setattr(kept_profiles, "quick_profile", quick)
     monkeypatch.setattr(profiled_pieces.ProfiledPieces, "_time_s", lambda pieces: THREAD.clock())
 
@@ -117,7 +117,7 @@ def test_ranks_have_as_many_pages_as_the_fullest_device_bears(monkeypatch):
     def run(group: RankGroup) -> tuple[int, int]:
         THREAD.rank = group.rank
         backbone = divided_backbone(whole, group)
-        device = loading.torch_device(backbone, profile=roofline_profile(backbone, HARDWARE))
+        device = loading.torch_device(backbone, profile=roofline_profile(whole, HARDWARE))
         return device.info.num_pages, device.info.page_bytes
 
     first, second = run_ranks(2, run)
@@ -133,7 +133,7 @@ def test_memory_that_is_asked_for_is_that_of_each_rank():
     def run(group: RankGroup) -> int:
         backbone = divided_backbone(whole, group)
         bytes_ = 7 * kv_page_bytes(backbone, 16)
-        profile = roofline_profile(backbone, HARDWARE)
+        profile = roofline_profile(whole, HARDWARE)
         num_pages = loading.torch_device(backbone, memory_bytes=bytes_, profile=profile).info.num_pages
         with pytest.raises(BudgetError, match="two pages"):
             loading.torch_device(backbone, memory_bytes=bytes_ // 7, profile=profile)
