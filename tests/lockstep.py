@@ -5,8 +5,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import TypeVar
 
-from coserve.devices.messages import BESIDE_STEPS, Command, DeviceInfo, OpenVersion, Reply
-from coserve.devices.rank_verdicts import Failure, agree_on_end
+from coserve.devices.messages import BESIDE_STEPS_OF_RANKS, Command, DeviceInfo, Reply
+from coserve.devices.rank_device import RankDevice
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.torch_device import TorchDevice
 from coserve.engine.core import EngineCore
@@ -19,13 +19,14 @@ TIMEOUT_S = 60.0
 
 
 class LockstepDevice:
-    """See `coserve.devices.base.Device`. A command that fails on one rank has to fail on all."""
+    """See `coserve.devices.base.Device`, and `coserve.devices.group_device`, whose ranks are processes."""
 
     def __init__(self, make_device: Callable[[RankGroup], TorchDevice], size: int) -> None:
         self.groups = thread_groups(size, TIMEOUT_S)
         self._lock = Lock()
         self._threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(size)]
         self.ranks = self._on_all(lambda rank: make_device(self.groups[rank]))
+        self._rank_devices = [RankDevice(*each) for each in zip(self.ranks, self.groups, strict=True)]
         self.clock = self.ranks[0].clock
         self.results: list[StepResult] = []
         """What each rank says of the last step, in rank order."""
@@ -41,7 +42,7 @@ class LockstepDevice:
         return self._on_all(lambda rank: self._execute(rank, command))[0]
 
     def submit(self, batch: StepBatch) -> None:
-        self._step = self._begin(lambda rank: self._run(self.ranks[rank], batch))
+        self._step = self._begin(lambda rank: self._rank_devices[rank].run(batch))
 
     def collect(self) -> StepResult:
         step, self._step = self._step, None
@@ -55,25 +56,10 @@ class LockstepDevice:
             thread.shutdown()
 
     def _execute(self, rank: int, command: Command) -> Reply:
-        device, group = self.ranks[rank], self.groups[rank]
-        if isinstance(command, BESIDE_STEPS) and not isinstance(command, OpenVersion):
-            return device.execute(command)
-        reply, error = None, None
-        try:
-            reply = device.execute(command)
-        except Exception as raised:
-            error = raised
-            if not isinstance(raised, RankError):
-                group.fail(str(raised))
-        failure = agree_on_end(group, None if error is None else Failure.of(error, rank))
-        if failure is not None:
-            assert error is not None, f"{type(command).__name__} fails on some ranks alone: {failure}"
-            raise failure.error(rank, error)
-        return reply
-
-    def _run(self, device: TorchDevice, batch: StepBatch) -> StepResult:
-        device.submit(batch)
-        return device.collect()
+        device = self._rank_devices[rank]
+        if isinstance(command, BESIDE_STEPS_OF_RANKS):
+            return device.execute_beside(command)
+        return device.execute(command)
 
     def _begin(self, run: Callable[[int], T]) -> list[Future[T]]:
         with self._lock:  # all ranks in the same order, whichever thread calls

@@ -2,14 +2,13 @@
 
 import threading
 from collections import Counter
-from dataclasses import replace as dataclass_replace
 from typing import Any
 
 import pytest
 import torch
 from devices import Driver
 from engines import (
-    FAST,
+    adapter_directory,
     drain,
     expected_tokens,
     greedy,
@@ -23,18 +22,16 @@ from rank_processes import IMPLEMENTATIONS, run_processes
 from rank_tasks import end_steps
 from support import random_sequences
 
+import coserve.devices.adapter_memory as adapter_memory
 import coserve.devices.torch_requests as torch_requests
 import coserve.devices.torch_step as torch_step
 from coserve.adapters import Adapter, LoraConfig
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.step_messages import StepFailure, Tasklets
 from coserve.devices.timing import HostTimer
-from coserve.errors import RankError
+from coserve.errors import AdapterTooLargeError, RankError
 from coserve.kernels.groups.base import RankGroup
 from coserve.tuning.config import TuningConfig
-
-# With which copying to the host pays on the tiny model.
-FAST_BUS = dataclass_replace(FAST, host_bytes_per_s=1e15)
 
 LORA = LoraConfig(r=2).to_peft()
 
@@ -146,6 +143,33 @@ def test_the_clock_of_rank_0_says_when_tasklets_end(monkeypatch, fast_rank, num_
     driver.step(tasklets=[Tasklets("job", 4, 20)], backward_limit_s=0.065)
     assert [result.num_tasklets for result in lockstep(engine).results] == [{"job": num_tasklets}] * 2
     driver.device.close()
+
+
+def test_a_rank_that_has_no_memory_for_an_adapter_has_it_refused_on_all(monkeypatch):
+    """At whichever of its checks; nothing is left of it, and the next one is loaded."""
+    real, num_checks, number = adapter_memory.available_bytes, 0, 0
+
+    def available_bytes(device: torch.device) -> int:
+        nonlocal num_checks
+        if not threading.current_thread().name.startswith("rank 1"):
+            return real(device)
+        num_checks += 1
+        return 0 if num_checks == number else real(device)
+
+    monkeypatch.setattr(adapter_memory, "available_bytes", available_bytes)
+    engine, directory = make_engine(num_ranks=2), adapter_directory(r=3)
+    device = lockstep(engine)
+    while num_checks >= number:
+        number, num_checks = number + 1, 0
+        try:
+            engine.load_adapter(f"a{number}", directory)
+        except AdapterTooLargeError:
+            assert len({(type(error), str(error)) for error in device.errors}) == 1
+            assert not any(each._versions for each in device.ranks), "nothing is left of it"
+    assert number > 1
+    prompt = prompts_of((6,))[0]
+    id = engine.add(prompt, greedy(5), adapter=f"a{number}")
+    assert tokens_by_request(drain(engine))[id] == expected_tokens(prompt, 5, r=3)
 
 
 def test_ranks_that_are_given_different_steps_notice(monkeypatch):
