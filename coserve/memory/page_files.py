@@ -23,7 +23,7 @@ class PageFiles:
         """Set the layout of places.
 
         Args:
-            pages: the pool; where ranks divide it, of a model without states.
+            pages: the pool. Where ranks divide it and its model has states, nothing can be copied.
         """
         self._places = _Pages(pages) if pages.backbone.group.size == 1 else _Columns(pages)
         self._place_bytes = whole_page_bytes(pages.backbone, pages.block_tokens)
@@ -74,8 +74,7 @@ class _Columns:
     """Places as one of several ranks sees them: it has some columns of all keys and values."""
 
     def __init__(self, pages: PagedKv) -> None:
-        assert not pages.num_state_pages, "ranks have parts of a state that do not add up to whole pages"
-        backbone = pages.backbone
+        backbone, self._num_state_pages = pages.backbone, pages.num_state_pages
         self._rank, self._dtype, self._pages = backbone.group.rank, backbone.dtype, pages.pages
         # Of each tensor of keys or values: its block's number among those with attention, 0 or 1, and its columns.
         self._cuts: list[tuple[int, int, Cut]] = []
@@ -100,6 +99,7 @@ class _Columns:
 
     def _whole(self, file: Tensor, number: int, which: int, cut: Cut) -> Tensor:
         """Return all keys, or all values, of a block in a file: [num_places, block_tokens, Hkv * D]."""
+        assert not self._num_state_pages, "ranks have parts of a state that do not add up to whole pages"
         num_layers, _, _, block_tokens, _ = self._pages.shape
         used = num_layers * 2 * block_tokens * cut.width * self._dtype.itemsize
         places = file[:, :used].view(self._dtype)
