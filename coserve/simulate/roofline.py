@@ -26,6 +26,8 @@ _LOSS_BYTES_PER_LOGIT = 24
 _SAMPLE_BYTES_PER_LOGIT, _SCORE_BYTES_PER_LOGIT, _MASK_BYTES_PER_LOGIT = 24, 12, 14
 # Collectives that leave the sum of whole tensors on every rank; all others move half as much (`Link.gather_s`).
 _SUMS = frozenset({"rank_sum", "rank_copy", "rank_rms_norm"})
+# Of a row, what each rank says of the likeliest token that it has: the logit and the token, float32.
+_LIKELIEST_BYTES = 8
 _SHARE_ROWS = (1, 4, 16, 64, 128, 256, 512)
 # Of the tasklets whose traffic forward passes beside them notice.
 _ROWS_OF_TASKLET = 512
@@ -49,7 +51,8 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
     programs = training_programs(adapter)
     model, job = model_counts(backbone), job_counts(adapter, programs)
     timer, link, num_parts = _Timer(backbone), _LinkTimer(backbone, hardware), max(1, job.num_parts)
-    blocks, head = [local.graphs[part] for part in local.parts[:-1]], local.graphs["head"]
+    blocks = [local.graphs[part] for part in local.parts[:-1]]
+    own_head = local.own_head[0] if backbone.ranks.size > 1 else local.graphs["head"]
     reversed_ = [programs.program[part] for part in programs.parts]
     vocab, own_vocab = backbone.architecture.vocab_size, _num_logits(programs.loss)
 
@@ -62,12 +65,21 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
         )
 
     def head_s(rows: int) -> float:
-        return timer.graphs_s(hardware, [head], rows) + link.graphs_s([head], rows)
+        """Return what the logits take that a rank has of rows."""
+        return timer.graphs_s(hardware, [own_head], rows) + link.graphs_s([own_head], rows)
+
+    def likeliest_s(rows: int) -> float:
+        """Return what the likeliest token takes, of which each rank sends two numbers to rank 0."""
+        return head_s(rows) + link.gather_s(rows * backbone.ranks.size * _LIKELIEST_BYTES)
+
+    def gathered_s(rows: int) -> float:
+        """Return what takes the logits of all ranks to rank 0, which alone chooses tokens."""
+        return link.gather_s(rows * vocab * backbone.dtype.itemsize)
 
     def loss_s(rows: int) -> float:
         """Return what the head takes forward and backward, whose logits the ranks keep apart."""
         moved_s = link.graphs_s([programs.loss.graph], rows) + link.programs_s([programs.loss], rows)
-        return 2 * timer.graphs_s(hardware, [head], rows) + moved_s
+        return 2 * timer.graphs_s(hardware, [own_head], rows) + moved_s
 
     def passes(calls: int, row_bytes: int, after: Callable[[int], float] = lambda rows: 0.0) -> Curve:
         """Return what passes over the logits of rows take, which read and write as many bytes of each."""
@@ -84,10 +96,10 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
         model=model,
         job=job,
         forward=forward(hardware),
-        head=passes(8, backbone.dtype.itemsize * vocab, head_s),
-        sample=passes(8, _SAMPLE_BYTES_PER_LOGIT * vocab),
-        mask=passes(6, _MASK_BYTES_PER_LOGIT * vocab),
-        score=passes(8, _SCORE_BYTES_PER_LOGIT * vocab, head_s),
+        head=passes(8, backbone.dtype.itemsize * own_vocab, likeliest_s),
+        sample=passes(8, _SAMPLE_BYTES_PER_LOGIT * vocab, gathered_s),
+        mask=passes(6, _MASK_BYTES_PER_LOGIT * vocab, gathered_s),
+        score=passes(8, _SCORE_BYTES_PER_LOGIT * vocab, lambda rows: head_s(rows) + gathered_s(rows)),
         loss=passes(20, _LOSS_BYTES_PER_LOGIT * own_vocab, loss_s),
         backward=backward(hardware),
         s_per_pair=model.flops_per_pair / (hardware.attention * hardware.flops_per_s),
@@ -183,15 +195,16 @@ class _LinkTimer:
         num_bytes = sum(adapter.masters[name].nbytes for name in adapter.graphs.summed)
         return self._sum_s(num_bytes) if num_bytes else 0.0
 
+    def gather_s(self, num_bytes: float) -> float:
+        """Return what a gather of a tensor takes; nothing of one rank."""
+        return self._link.gather_s(num_bytes, self._num_ranks) if self._link is not None else 0.0
+
     def _node_s(self, graph: Graph, node: Node, rows: int) -> float:
         """Return what a node takes in a direction in which it moves something."""
         num_bytes = rows * node.operator.moved_bytes_per_row(graph.slot_specs(node), self._dtype)
         if node.op == "rank_linear_cross_entropy":  # what it says is a rank's part of what all gather
             num_bytes *= self._num_ranks
-        if node.op in _SUMS:
-            return self._sum_s(num_bytes)
-        assert self._link is not None, "one rank has no collectives"
-        return self._link.gather_s(num_bytes, self._num_ranks)
+        return self._sum_s(num_bytes) if node.op in _SUMS else self.gather_s(num_bytes)
 
     def _sum_s(self, num_bytes: float) -> float:
         assert self._link is not None, "one rank has no collectives"

@@ -62,7 +62,9 @@ def test_sums_stand_where_the_graphs_of_a_rank_have_them(name, of_block):
     backward = same(profile.backward) * profile.job.num_parts
     assert backward == pytest.approx(of_block * num_layers - 1)
     assert same(profile.backward) == same(profile.backward_sums)
-    assert same(profile.head) == pytest.approx(1), "the logits, for rank 0"
+    assert same(profile.head) == pytest.approx(1), "the likeliest token of each rank, for rank 0"
+    for curve in (profile.sample, profile.mask, profile.score):
+        assert same(curve) == pytest.approx(1), "all logits, for rank 0"
     assert same(profile.loss) == pytest.approx(2), "three floats a row for the loss, and the gradient of the rows"
     assert profile.update_s == pytest.approx(1), "gradients of which every rank has a part"
 
@@ -72,7 +74,9 @@ def test_what_is_moved_is_as_wide_as_its_tensors():
     profile, width = profile_of(backbone, BYTES), 4 * backbone.architecture.hidden_size
     num_sums = 2 * backbone.architecture.num_layers + 1
     assert profile.sums.at(LONG) == pytest.approx(1e-9 * num_sums * LONG * width)
-    assert profile.head.at(LONG) == pytest.approx(1e-9 * LONG * 4 * backbone.architecture.vocab_size / 2)
+    assert profile.head.at(LONG) == pytest.approx(1e-9 * LONG * 2 * 8 / 2)
+    for curve in (profile.sample, profile.mask, profile.score):
+        assert curve.at(LONG) == pytest.approx(1e-9 * LONG * 4 * backbone.architecture.vocab_size / 2)
     assert profile.loss.at(LONG) == pytest.approx(1e-9 * LONG * (2 * 3 * 4 / 2 + width))
     adapter = Adapter(backbone, LoraConfig(r=16, alpha=32, target_modules="all-linear"))
     summed = sum(4 * adapter.masters[name].numel() for name in adapter.graphs.summed)
