@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from devices import Driver
 from ranks import together
-from support import random_sequences
+from support import make_backbone, random_sequences
 from torch import Tensor
 
 from coserve.adapters.base import AdapterConfig
@@ -24,6 +25,7 @@ from coserve.kernels.groups.threads import run_ranks
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models import Backbone, load_backbone
 from coserve.models.dividing import divided_backbone
+from coserve.scheduling.profile import Profile
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.config import OptimizerConfig, TuningConfig
@@ -55,13 +57,19 @@ class TrainedJob:
     norms: list[float | None]
 
 
+@cache
+def _profile() -> Profile:
+    """Return a profile by which nothing here is planned."""
+    return roofline_profile(make_backbone("llama"), FAST)
+
+
 def make_driver(backbone: Backbone) -> Driver:
     """Return a driver of a device with this model, or what a rank has of it."""
     device = torch_device(
         backbone,
         memory_bytes=1500 * kv_page_bytes(backbone, 4),
         block_tokens=4,
-        profile=roofline_profile(backbone, FAST),
+        profile=_profile(),
     )
     return Driver(device)
 

@@ -1,5 +1,6 @@
 """Optimizer steps on a model that is divided among ranks train what they train on one rank."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import msgspec
@@ -26,11 +27,12 @@ from support import make_backbone, worst_error
 from coserve.adapters import LoraConfig
 from coserve.adapters.methods.diff_pruning import kth_largest
 from coserve.adapters.methods.full import FullConfig
-from coserve.devices.job_messages import PublishVersion
+from coserve.devices.job_messages import PublishVersion, TakeCheckpoint
 from coserve.devices.step_messages import LossRows, Tasklets, Update, WindowRows
 from coserve.graph.layouts import FIRST, WHOLE
 from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.threads import run_ranks
+from coserve.models.shared_files import named_when_written
 from coserve.tuning.shard import Shard
 
 EVERY = [(case, family) for case, found in CASES.items() for family in found.families]
@@ -306,3 +308,48 @@ def test_the_kth_largest_is_found_among_the_numbers_of_all_ranks(size, k):
 
     for found in run_ranks(size, find):
         assert torch.equal(found, numbers.kthvalue(401 - k).values)
+
+
+def train_and_leave(backbone, config, tuning, directory, *, resumes, num_steps):
+    """Train one step, from a checkpoint if there is one, and write another one."""
+    driver, virtual = make_driver(backbone), config.num_virtual_tokens
+    source = {"checkpoint": str(directory)} if resumes else {}
+    opened = driver.open_trainer("job", tuning, adapter=config.to_peft(), **source)
+    trainer = trainer_of(driver, "job")
+    sequences = packs(num_steps, virtual)[num_steps - 1]
+    driver.train("job", opened, sequences)
+    norm = driver.step(updates=[Update("job", num_trained(sequences), 3)]).norms["job"]
+    driver.device.execute(TakeCheckpoint("job", "copy"))
+    return norm, parameters_of(trainer), trainer.states, driver.device._checkpoints["copy"]
+
+
+RESUMED = ["lora", "pissa", "diff-pruning", "prefix-projection", "bitfit", "full"]
+
+
+@pytest.mark.parametrize("case", long_but("lora", "diff-pruning", "prefix-projection", of=RESUMED))
+def test_a_job_goes_from_one_number_of_ranks_to_another(case, tmp_path):
+    """Two ranks, four and one make a step each, with a checkpoint between, of a job that one rank makes, too."""
+    config = FullConfig() if case == "full" else config_of(case)
+    whole, tuning = whole_backbone("opt" if case == "bitfit" else "qwen2"), replace(CONFIG, live=case == "full")
+
+    def run(sizes, directory):
+        found = []
+        directory.mkdir()
+        for step, size in enumerate(sizes, 1):
+
+            def train(backbone, step=step):
+                own = own_copy(backbone) if case == "full" else backbone
+                return train_and_leave(own, config, tuning, directory, resumes=step > 1, num_steps=step)
+
+            results = [train(whole)] if size == 1 else on_ranks(whole, size, train)
+            with named_when_written(directory), ThreadPoolExecutor(size) as threads:
+                list(threads.map(lambda each: each[3].write(directory), results))
+            found.append(results)
+        return found
+
+    alone, found = run([1, 1, 1], tmp_path / "alone"), run([2, 4, 1], tmp_path / "ranks")
+    for ranks, [(norm, parameters, _, _)] in zip(found, alone, strict=True):
+        assert all(each[0] == pytest.approx(norm, rel=1e-5) for each in ranks)
+        together = put_together([each[1] for each in ranks], parameters, ranks[0][2])
+        for name, value in parameters.items():
+            torch.testing.assert_close(together[name], value, atol=2e-6, rtol=1e-5)
