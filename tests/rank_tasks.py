@@ -251,3 +251,13 @@ def end_steps(group: RankGroup, number: int) -> list[Failure | None]:
         found.append(agree_on_end(group, own))
         assert (found[-1] is not None) == bool(failing), f"step {step}"
     return found
+
+
+def wait_for_one_that_pauses(group: RankGroup, pause_s: float) -> float:
+    """How long a rank has waited in a sum that rank 0 begins later than the others."""
+    group.barrier()
+    before_s = group.waited_s
+    if group.rank == 0:
+        time.sleep(pause_s)
+    group.sum_(torch.ones(8))
+    return group.waited_s - before_s

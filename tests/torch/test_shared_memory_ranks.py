@@ -25,6 +25,7 @@ from rank_tasks import (
     sum_until_killed,
     sum_until_killed_anywhere,
     trace_sums,
+    wait_for_one_that_pauses,
 )
 
 from coserve.errors import RankGoneError
@@ -88,6 +89,12 @@ def test_the_others_learn_that_a_rank_was_killed(is_plain: bool):
     assert killed == KILLED
     for each in others:
         assert each.startswith("RankGoneError: rank 2 (process ") and each.endswith(") has ended")
+
+
+@IMPLEMENTATIONS
+def test_waits_for_other_ranks_are_counted(is_plain: bool):
+    _, second = run_processes(2, wait_for_one_that_pauses, 0.5, is_plain=is_plain)
+    assert second > 0
 
 
 @IMPLEMENTATIONS

@@ -61,6 +61,7 @@ struct RankPage {
     uint32_t num_sleepers;
     i64 words[2];  // which collective this is, by epoch
     i64 numbers[2];
+    i64 waited_ns;  // for others, all in all
 };
 
 Header& header(const Rank& g) { return *reinterpret_cast<Header*>(g.arena); }
@@ -117,7 +118,8 @@ bool wait_for(Rank& g, i64 rank, i64 epoch) {
     auto is_there = [&] { return has_reached(__atomic_load_n(&other.epoch, __ATOMIC_ACQUIRE), epoch); };
     if (is_there()) return true;
     const i64 start = now_ns();
-    for (i64 waited = 0; !is_there(); waited = now_ns() - start) {
+    i64 waited = 0;
+    for (; !is_there(); waited = now_ns() - start) {
         if (has_failed(g)) return end(g, FAILED);
         if (waited < SPIN_NS) {
             pause_core();
@@ -131,6 +133,8 @@ bool wait_for(Rank& g, i64 rank, i64 epoch) {
             sleep_until_published(other, epoch);
         }
     }
+    i64& all = page(g, g.rank).waited_ns;  // no other thread writes it
+    __atomic_store_n(&all, all + waited, __ATOMIC_RELAXED);
     return true;
 }
 

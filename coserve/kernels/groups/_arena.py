@@ -49,6 +49,8 @@ class RankPage(ctypes.Structure):
         ("words", ctypes.c_int64 * 2),
         # What the rank brings to `agree`, by parity of the epoch.
         ("numbers", ctypes.c_int64 * 2),
+        # Time that the rank has waited for others in collectives, all in all.
+        ("waited_ns", ctypes.c_int64),
         ("process", ctypes.c_int64),
         # 1: the compiled collectives, 2: the plain ones.
         ("implementation", ctypes.c_int64),

@@ -149,6 +149,7 @@ class PlainCollectives(Collectives):
             if waited_s * 1e9 > state.timeout_ns:
                 state.outcome, state.detail = Outcome.LATE, rank
                 return False
+        self._arena.pages[self._rank.rank].waited_ns += int(1e9 * (time.monotonic() - start_s))
         return True
 
 

@@ -152,6 +152,11 @@ class RankGroup(ABC):
         """Return once all ranks have called it."""
         self.agree(0)
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which this rank has waited for others in collectives; 0.0 where the transport does not count."""
+        return 0.0
+
     def compiled_sum(self, name: str) -> tuple[int, int] | None:
         """Return what a list of compiled calls needs for a sum of this group: the address of the rank's state, and the
         digest of the debug check (`rank_sum` in `kernels/cpu/kernels.h`). None: its sums are not compiled.

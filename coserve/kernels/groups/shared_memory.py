@@ -57,6 +57,10 @@ class SharedMemoryGroup(RankGroup):
         self._collectives = _collectives(kernels, self._rank)
         self._checks = os.environ.get("COSERVE_RANK_CHECK") == "1"
 
+    @property
+    def waited_s(self) -> float:
+        return float(self._rank.arena.pages[self.rank].waited_ns) / 1e9
+
     def fail(self, reason: str) -> None:
         self._rank.fail(reason)
 
