@@ -199,7 +199,17 @@ class CountCommands(msgspec.Struct, tag=True, frozen=True):
     """
 
 
-BESIDE_STEPS = (OpenVersion, WriteCheckpoint, ReadContributions, SetVocabulary, OpenGrammar, CloseGrammar)
+class DescribeRanks(msgspec.Struct, tag=True, frozen=True):
+    """Describe each rank of the device as it is now. Reply: `RanksDescribed`.
+
+    May come from any thread, and is done beside steps.
+    """
+
+
+BESIDE_STEPS = (
+    *(OpenVersion, WriteCheckpoint, ReadContributions, SetVocabulary, OpenGrammar, CloseGrammar),
+    DescribeRanks,
+)
 """Commands that may come from any thread and are done beside steps; all others stand in one ordered stream."""
 
 BESIDE_STEPS_OF_RANKS = (WriteCheckpoint, ReadContributions, SetVocabulary, OpenGrammar, CloseGrammar)
@@ -208,6 +218,7 @@ BESIDE_STEPS_OF_RANKS = (WriteCheckpoint, ReadContributions, SetVocabulary, Open
 Command = (
     MeasureDevice
     | CountCommands
+    | DescribeRanks
     | ResizeWindow
     | PlaceOptimizer
     | OpenRequest
@@ -281,4 +292,24 @@ class CommandsCounted(msgspec.Struct, tag=True, frozen=True):
     """Commands that were done, or failed and changed nothing."""
 
 
-Reply = VersionOpened | TrainerOpened | DeviceMeasured | GrammarOpened | CommandsCounted | None
+class RankState(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of a device."""
+
+    pid: int
+    """Number of its process."""
+    device: str
+    """Name of its device, such as "cpu" or "cuda:1"."""
+    memory_bytes: int
+    """Bytes that its process holds on that device; on a CPU, its resident memory."""
+    waited_s: float = 0.0
+    """Seconds for which it has waited for other ranks in collectives, since its start."""
+
+
+class RanksDescribed(msgspec.Struct, tag=True, frozen=True):
+    """The reply to `DescribeRanks`."""
+
+    ranks: tuple[RankState, ...]
+    """The states of all ranks, in their order."""
+
+
+Reply = VersionOpened | TrainerOpened | DeviceMeasured | GrammarOpened | CommandsCounted | RanksDescribed | None

@@ -3,8 +3,8 @@
 A recording is a sequence of frames, each a length and msgpack: first the header, then lines in the order in which
 things happened. The engine adds lines of its own, for what it was asked (`coserve.engine.recording`). What leaves no
 trace in the engine or on the device is left out: files being written, and copies for checkpoints being let go, which
-happens whenever Python collects them; how many commands were answered; and grammars that are compiled ahead. Pages that
-come from another instance are written down as they came.
+happens whenever Python collects them; how many commands were answered; the states of ranks; and grammars that are
+compiled ahead. Pages that come from another instance are written down as they came.
 """
 
 import os
@@ -23,6 +23,7 @@ from coserve.devices.messages import (
     CloseGrammar,
     Command,
     CountCommands,
+    DescribeRanks,
     ExportPages,
     ImportPages,
     OpenGrammar,
@@ -38,7 +39,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 _TRACELESS = (
     *(CountCommands, DropCheckpoint, ExportPages, SaveAdapter, WriteCheckpoint),
-    *(SetVocabulary, OpenGrammar, CloseGrammar),
+    *(SetVocabulary, OpenGrammar, CloseGrammar, DescribeRanks),
 )
 
 

@@ -46,6 +46,7 @@ from coserve.devices.messages import (
     CloseRequest,
     Command,
     CountCommands,
+    DescribeRanks,
     DeviceMeasured,
     DropVersion,
     ExportPages,
@@ -63,6 +64,7 @@ from coserve.devices.messages import (
 from coserve.devices.other_models import OtherModels
 from coserve.devices.out_of_memory import memory_errors
 from coserve.devices.own_measurement import OwnMeasurement
+from coserve.devices.rank_state import describe_rank
 from coserve.devices.rank_verdicts import check_alike, fail_on_all
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.swap_messages import MovePack, MovePages, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
@@ -113,26 +115,24 @@ class TorchDevice:
             num_host_pages=num_host_pages,
             is_provisional=is_provisional,
         )
-        self._measurement = OwnMeasurement(backbone)
-        self._count = CommandCount()
+        self._measurement, self._count = OwnMeasurement(backbone), CommandCount()
         with memory_errors():
             self._pages = PagedKv(backbone, num_pages=num_pages, block_tokens=block_tokens)
             self._host = HostPages(self._pages, num_slots=num_host_pages)
             self._pages.capture()
-        self._page_files = PageFiles(self._pages)
-        self._others = OtherModels(backbone, self._pages)
+        self._page_files, self._others = PageFiles(self._pages), OtherModels(backbone, self._pages)
         self._adapter_memory = AdapterMemory(backbone.device, backbone.dtype, group=backbone.group)
-        self._versions: dict[str, Adapter] = {}
+        self._versions, self._trainers = dict[str, Adapter](), dict[str, TorchTrainer]()
         self._requests = TorchRequests(self._pages, self._versions)
-        self._trainers: dict[str, TorchTrainer] = {}
-        self._changed_by = ""  # the job that trains the backbone's own weights, or did
-        self._changed_before = ""  # the same, before the last trainer was opened
+        # The job that trains the backbone's own weights, or did; now, and before the last trainer was opened.
+        self._changed_by = self._changed_before = ""
         self._checkpoints: dict[str, TorchCopy] = {}
         self._placing_s = 0.0  # of moments since the last step
         self._step: TorchStep | None = None
         self._handlers: dict[type, Callable[[Any], Reply]] = {
             MeasureDevice: lambda command: self._measure(),
             CountCommands: lambda command: self._count.reply(),
+            DescribeRanks: lambda command: describe_rank(backbone),
             ResizeWindow: lambda command: self._others.resize(command.first_page, command.num_pages),
             PlaceOptimizer: self._place_optimizer,
             OpenRequest: lambda command: self._requests.open(command),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from coserve.devices.messages import RankState
 from coserve.devices.step_messages import StepResult
 from coserve.engine.request import Request
 from coserve.scheduling.slo import Slo
@@ -132,6 +133,8 @@ class EngineStats:
     num_batch_waiting: int = 0
     num_pages_for_requests: int = 0
     slack: float = 1.0
+    ranks: tuple[RankState, ...] = ()
+    """States of the ranks that hold the model together; empty where one process holds it."""
     measured_share: float | None = None
     """Share of the device's measurements that are finished, while its profile is provisional; None afterwards."""
     # Compiled grammars that the device keeps, and their bytes, with those by which they may grow, by the tenant whose

@@ -112,6 +112,13 @@ class Metrics:
         self._rows = counter("step_rows", "Rows that steps ran, by kind.", ("kind",))
         self._by_vllms_names = CollectorRegistry()
         self._by_vllms_names.register(VllmMetrics(registry, model))
+        self._ranks = gauge("ranks", "Processes that hold the model together.")
+        self._rank_memory = gauge(
+            "rank_memory_bytes", "Bytes that a rank holds on its device; on a CPU, its resident memory.", ("rank",)
+        )
+        self._rank_wait = gauge(
+            "rank_wait_seconds", "For which a rank has waited for others in sums, since the engine started.", ("rank",)
+        )
         self._ready = gauge("engine_ready", "1 if the engine takes requests.")
         self._deaths = counter("engine_deaths", "Times that the engine died and was started again.")
 
@@ -125,6 +132,7 @@ class Metrics:
 
     def engine_ready(self, ready: Ready) -> None:
         self._ready.set(1)
+        self._ranks.set(ready.num_ranks)
 
     def engine_gone(self) -> None:
         self._ready.set(0)
@@ -135,6 +143,9 @@ class Metrics:
             each.set(0)
         self._batch.clear()
         self._company.clear()
+        self._ranks.set(0)
+        self._rank_memory.clear()
+        self._rank_wait.clear()
 
     def engine_reported(self, report: StepReport) -> None:
         now_s = time.monotonic()
@@ -213,6 +224,9 @@ class Metrics:
         self._slos_clamped.set(stats.num_slos_clamped)
         self._packs_dropped.set(stats.num_packs_dropped)
         self._margin.set(stats.margin)
+        for rank, state in enumerate(stats.ranks):
+            self._rank_memory.labels(str(rank)).set(state.memory_bytes)
+            self._rank_wait.labels(str(rank)).set(state.waited_s)
         self._tuned.inc(max(0, stats.num_tokens_trained - self._num_tuned))
         self._num_tuned = stats.num_tokens_trained
         self._company.clear()  # of jobs that have none now

@@ -126,6 +126,9 @@ class StatusBoard:
             "dtype": ready.dtype if ready else None,
             "device": ready.device if ready else None,
             "threads": ready.threads if ready else None,
+            "tensor_parallel": ready.num_ranks if ready else None,
+            # Processes of the machine are its operator's business.
+            "ranks": _ranks(stats) if stats and tenant is None else [],
             "ready": ready is not None,
             "starting": start_json(starting),
             "kernels": {
@@ -231,6 +234,20 @@ def _grammars(stats: EngineStats | None, tenant: str | None) -> dict[str, int]:
     if tenant is not None:
         return {"bytes": by_tenant.get(tenant, 0), "max_bytes": MAX_TENANT_BYTES}
     return {"bytes": sum(by_tenant.values()), "max_bytes": MAX_BYTES}
+
+
+def _ranks(stats: EngineStats) -> list[dict[str, Any]]:
+    """Return the processes that hold the model together, in the order of their ranks; none where it is one."""
+    return [
+        {
+            "rank": rank,
+            "pid": state.pid,
+            "device": state.device,
+            "memory_bytes": state.memory_bytes,
+            "wait_s": state.waited_s,
+        }
+        for rank, state in enumerate(stats.ranks)
+    ]
 
 
 def _after(entries: "deque[Any]", after: int) -> list[Any]:

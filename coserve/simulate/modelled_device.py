@@ -36,6 +36,7 @@ from coserve.devices.messages import (
     CloseRequest,
     Command,
     CountCommands,
+    DescribeRanks,
     DropVersion,
     ExportPages,
     GrammarOpened,
@@ -43,6 +44,7 @@ from coserve.devices.messages import (
     OpenGrammar,
     OpenRequest,
     OpenVersion,
+    RanksDescribed,
     Reply,
     SaveAdapter,
     SetVocabulary,
@@ -116,6 +118,7 @@ class ModelledDevice:
         self._count = CommandCount()
         self._handlers: dict[type, Callable[[Any], Reply]] = {
             CountCommands: lambda command: self._count.reply(),
+            DescribeRanks: lambda command: RanksDescribed(()),
             PlaceOptimizer: self._place_optimizer,
             OpenRequest: self._open_request,
             CloseRequest: self._close_request,

@@ -217,6 +217,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     hardware: str = ""
     profile: Profile | None = None
     fingerprint: str = ""
+    num_ranks: int = 1
+    """Number of processes that hold the model together; sizes in bytes and pages are those of each."""
     kernels: str = ""
     """Name of the kernel backend."""
     kernels_warning: str = ""

@@ -41,7 +41,15 @@ from coserve.devices.job_messages import (
     WriteCheckpoint,
 )
 from coserve.devices.loading import torch_device
-from coserve.devices.messages import CloseRequest, CountCommands, DropVersion, OpenRequest, OpenVersion, SaveAdapter
+from coserve.devices.messages import (
+    CloseRequest,
+    CountCommands,
+    DescribeRanks,
+    DropVersion,
+    OpenRequest,
+    OpenVersion,
+    SaveAdapter,
+)
 from coserve.devices.process_device import ProcessDevice
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.settings import DeviceSettings
@@ -361,6 +369,13 @@ def test_a_device_counts_each_command_that_it_answers_but_those_done_beside_step
     with pytest.raises(Exception, match="none"):
         driver.step(commands=[DropVersion("none"), PublishVersion("none", "v"), DropVersion("none")])
     assert num_answered() == before + 6, "the last one has not been reached"
+
+
+def test_a_device_describes_its_rank(driver):
+    (rank,) = driver.device.execute(DescribeRanks()).ranks
+    assert rank.pid == getattr(driver.device, "pid", os.getpid())
+    assert rank.device == driver.device.info.device and driver.device.info.num_ranks == 1
+    assert rank.memory_bytes > 1 << 20 and rank.waited_s == 0.0
 
 
 def test_a_version_is_a_copy_and_a_checkpoint_continues_exactly(driver, tmp_path):
