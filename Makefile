@@ -19,8 +19,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# TENSOR_PARALLEL=2: on two ranks, processes that hold the model together.
 demo: setup  ## Serve and fine-tune at once, in three minutes; leaves demo-report/report.html
-	$(BIN)/coserve demo
+	$(BIN)/coserve demo $(if $(TENSOR_PARALLEL),--tensor-parallel $(TENSOR_PARALLEL))
 
 # COVERAGE=1 prints how much of the package these tests ran; they take about twice as long.
 test: setup  ## Every test that this machine can run but the long ones, warnings as errors

@@ -130,7 +130,14 @@ class DeviceMemoryError(CoserveError):
 
 
 class DeviceGoneError(CoserveError):
-    """The device's process has ended; what was asked of it has not been done, or not to its end."""
+    """The device's process has ended; what was asked of it has not been done, or not to its end.
+
+    returncode: how it ended, as `subprocess` has it: negative for a signal; None if that is not known.
+    """
+
+    def __init__(self, message: str = "", returncode: int | None = None) -> None:
+        super().__init__(message)
+        self.returncode = returncode
 
 
 class RankError(CoserveError):

@@ -308,6 +308,7 @@ class Demo:
             "dtype": status["dtype"],
             "device": status["device"],
             "threads": status["threads"],
+            "tensor_parallel": status["tensor_parallel"],
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "objectives": status["objectives"],
             "config": asdict(self._config) | {"epochs": self._epochs()},

@@ -44,6 +44,11 @@ class EngineConfig:
     deterministic: bool = False
     trainable_models: Mapping[str, str] = field(default_factory=dict)
     weight_window_bytes: int | None = None
+    tensor_parallel: int = 1
+    """Number of ranks: processes that hold the model together, each on a device of its own (docs/parallel.md).
+
+    `memory_bytes` and `host_memory_bytes` are then those of each rank.
+    """
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     share_prefixes: bool = False
 
@@ -53,7 +58,8 @@ class EngineConfig:
             value = getattr(self, name)
             if (value is not None or name == "ttft_s") and (not is_number(value) or value <= 0):
                 raise ValueError(f"{name} must be a number of seconds above 0, not {value!r}")
-        for name in ("memory_bytes", "block_tokens", "max_requests", "max_step_rows", "max_adapters"):
+        numbers = ("memory_bytes", "block_tokens", "max_requests", "max_step_rows", "max_adapters", "tensor_parallel")
+        for name in numbers:
             value = getattr(self, name)
             if value is None and name == "memory_bytes":
                 continue
@@ -67,3 +73,5 @@ class EngineConfig:
                 raise ValueError(f"{wanted}, not {weight!r} of {tenant!r}")
         if self.trainable_models and self.deterministic:
             raise ValueError("trainable_models must be empty where deterministic is set: their sums depend on the plan")
+        if self.trainable_models and self.tensor_parallel > 1:
+            raise ValueError("trainable_models must be empty where tensor_parallel is above 1: ranks hold one model")

@@ -1,4 +1,4 @@
-"""The engine as a library: text in, text out, jobs from files; on torch, in this process."""
+"""The engine as a library: text in, text out, jobs from files; on torch, in this process or on ranks of their own."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -6,14 +6,18 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from msgspec.structs import replace
+
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.base import Device
 from coserve.devices.profile_store import correct_profile
 from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.settings import LoadProgress
 from coserve.devices.step_messages import TokenLogprob
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
+from coserve.engine.device_opening import device_on, device_settings, open_device_of
 from coserve.engine.job import JobEvent
 from coserve.engine.outbox import Event
 from coserve.engine.prompts import Prompt, end_tokens_of, load_tokenizer, tokens_of
@@ -33,9 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from coserve.models.backbone import Backbone
-
-# Told what a start is at, how much of it is done, and of how much.
-LoadProgress = Callable[[str, int, int], None]
 
 # Steps in a row without a plan, after which a request or a job is not waited for any longer.
 _MOST_EMPTY_STEPS = 1000
@@ -108,21 +109,16 @@ class Engine(EngineCore):
             wrap: puts something between the engine and the device.
 
         Raises:
-            BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page.
+            BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page. ValueError: the
+                config asks for several ranks, which `load` starts.
         """
-        from coserve.devices.loading import torch_device
-
         config = config or EngineConfig()
-        device = torch_device(
-            backbone,
-            memory_bytes=config.memory_bytes,
-            host_memory_bytes=config.host_memory_bytes,
-            block_tokens=config.block_tokens,
-            profile=None if latency is None else latency.profile,
-            deterministic=config.deterministic,
-            may_be_provisional=may_be_provisional,
-            progress=_stage(progress, "measuring this device"),
-        )
+        if config.tensor_parallel > 1:
+            raise ValueError("tensor_parallel must be 1 for a model that is loaded: Engine.load starts several ranks")
+        settings = device_settings(config, backbone.name)
+        if latency is not None:
+            settings = replace(settings, profile=latency.profile)
+        device = device_on(backbone, settings, may_be_provisional=may_be_provisional, progress=progress)
         wrapped = device if wrap is None else wrap(device)
         return cls(
             wrapped,
@@ -142,6 +138,7 @@ class Engine(EngineCore):
         dtype: str = "auto",
         weights: str = "dense",
         device: str = "auto",
+        threads: int | None = None,
         seed: int = 0,
         max_positions: int | None = None,
         with_text: bool = True,
@@ -154,41 +151,39 @@ class Engine(EngineCore):
         Args:
             dtype: "float32", "bfloat16", "float16", or "auto" for the model's own.
             weights: how those of linear layers are stored: "dense" in the dtype, or quantised to "int8".
-            device: such as "cpu" or "cuda:0"; "auto" takes a GPU if there is one.
+            device: such as "cpu" or "cuda:0"; "auto" takes a GPU if there is one. Several ranks take "cpu" or "cuda",
+                as many cores or GPUs as there are ranks.
+            threads: number of CPU threads of each rank; None leaves one rank those that PyTorch has, and gives several
+                ranks an equal share of them, or one each for a small model.
             max_positions: tokens of the longest sequence, prompt and answer or an example; None: as many as the model
                 was made for. Of a model with LongRoPE it decides which of its two sets of factors is used.
             with_text: whether chunks have text; without, there are token ids alone, in and out, and no stop strings.
             may_be_provisional, wrap: see `from_backbone`.
             progress: told what is being done, how much of it is done, and how much there is.
-        """
-        from coserve.devices.loading import prepare_kernels
-        from coserve.models.backbone import build_backbone, find_device
 
-        check_kind("config", config, EngineConfig)
+        Raises:
+            ModelError: there is no such model or device, or it cannot be used; or there are too few devices for the
+                ranks. BudgetError, DeviceMemoryError: see `from_backbone`.
+        """
+        config = check_kind("config", config, EngineConfig) or EngineConfig()
         source = find_model(model)
-        place = find_device(device)
-        prepare_kernels(place, progress)
-        weights_progress = _stage(progress, "loading weights")
-        backbone = build_backbone(
-            source,
+        settings = replace(
+            device_settings(config, source.name),
             dtype=dtype,
-            weight_format=weights,
-            device=place,
+            weights=weights,
+            device=device,
+            threads=threads,
             seed=seed,
             max_positions=max_positions,
-            progress=weights_progress,
         )
         tokenizer = load_tokenizer(source)
-        ends = end_tokens_of(source, tokenizer)
-        return cls.from_backbone(
-            backbone,
+        opened = open_device_of(source, settings, may_be_provisional=may_be_provisional, progress=progress)
+        return cls(
+            opened if wrap is None else wrap(opened),
             config,
             tokenizer=tokenizer if with_text else None,
             answers_tokenizer=None if tokenizer is None else partial(load_tokenizer, source),
-            end_tokens=ends,
-            may_be_provisional=may_be_provisional,
-            progress=progress,
-            wrap=wrap,
+            end_tokens=end_tokens_of(source, tokenizer),
         )
 
     # -- requests -------------------------------------------------------------------
@@ -393,7 +388,3 @@ def _text_stream(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], pa
         params.skip_special_tokens,
         include_stop=params.include_stop_str_in_output,
     )
-
-
-def _stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], None] | None:
-    return None if progress is None else lambda done, total: progress(stage, done, total)

@@ -15,11 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import torch
 import zmq
 
 from coserve.devices.cpu_threads import worthwhile_threads
-from coserve.devices.kept_profiles import device_name
 from coserve.devices.process_memory import bound_compiled_products, give_back_freed_memory, keep_freed_memory
 from coserve.devices.step_messages import StepResult
 from coserve.engine.engine import Engine
@@ -46,7 +44,6 @@ from coserve.worker.protocol import (
     PauseJob,
     Ping,
     Pong,
-    Ready,
     Shutdown,
     StartFailed,
     StartProgress,
@@ -56,6 +53,8 @@ from coserve.worker.protocol import (
     decode_command,
     encode,
 )
+from coserve.worker.ranks import RankStates, ending_with
+from coserve.worker.ready import ready_report
 from coserve.worker.refinement import ProfileRefinement
 
 _log = logging.getLogger(__name__)
@@ -91,7 +90,7 @@ class EngineProcess:
         self._engine, self._socket, self._activity = engine, socket, activity or Activity(None)
         self._handover = handover or Alone()
         self._handover_stats: HandoverStats | None = None
-        self._refinement = ProfileRefinement(engine)
+        self._refinement, self._ranks = ProfileRefinement(engine), RankStates(engine.device)
         self._jobs = JobCommands(engine, self._activity, shared)
         self._commands = Commands(engine, self._jobs, self._send, self._activity, self._handover)
         self._steps: list[StepRecord] = []
@@ -233,7 +232,12 @@ class EngineProcess:
 
         Reports come when an optimizer step is done, and just then a job holds nothing.
         """
-        stats = replace(self._engine.stats(), handover=self._handover.stats(), measured_share=self._refinement.progress)
+        stats = replace(
+            self._engine.stats(),
+            handover=self._handover.stats(),
+            measured_share=self._refinement.progress,
+            ranks=self._ranks.take(),
+        )
         if self._fullest is None or not stats.num_jobs:
             return stats
         num_free = stats.num_pages - sum(self._fullest.values())
@@ -283,22 +287,25 @@ def start(
     shared = shared_files(settings.files_url, home_directory(), most_bytes=settings.files_cache_bytes)
     try:
         shared.check()
-        torch.set_num_threads(settings.threads or worthwhile_threads(settings.model))
+        threads = settings.threads
+        if threads is None and settings.engine.tensor_parallel == 1:
+            threads = worthwhile_threads(settings.model)
         engine = Engine.load(
             settings.model,
             settings.engine,
             dtype=settings.dtype,
             weights=settings.weights,
             device=settings.device,
+            threads=threads,
             max_positions=settings.max_model_len,
             with_text=False,
             may_be_provisional=not settings.measures_first,
             progress=progress,
-            wrap=lambda device: WatchedDevice(device, activity),
+            wrap=lambda device: WatchedDevice(ending_with(device), activity),
         )
         if settings.record is not None:
             engine = record(engine, settings.record)
-        ready = _ready(engine)
+        ready = ready_report(engine)
         handover = open_handover(engine, settings)
     except (CoserveError, ValueError, MemoryError, OSError) as error:
         _log.debug("the engine cannot start", exc_info=True)
@@ -306,29 +313,6 @@ def start(
         return None
     socket.send(encode(ready))
     return engine, handover, shared
-
-
-def _ready(engine: Engine) -> Ready:
-    info = engine.device.info
-    return Ready(
-        model=info.model,
-        dtype=info.dtype,
-        device=info.device,
-        threads=info.threads,
-        slo=engine.slo,
-        vocab_size=info.vocab_size,
-        max_positions=info.max_positions,
-        num_pages=info.num_pages,
-        page_bytes=info.page_bytes,
-        block_tokens=info.block_tokens,
-        weight_bytes=info.weight_bytes,
-        num_state_pages=info.num_state_pages,
-        hardware=device_name(torch.device(info.device), info.threads),
-        profile=engine.latency.profile,
-        fingerprint=info.fingerprint,
-        kernels=info.kernels,
-        kernels_warning=info.kernels_warning,
-    )
 
 
 def _end_with_the_server() -> None:

@@ -31,8 +31,8 @@ def test_options_are_the_fields_of_the_configuration_in_groups():
     for mark in marks:
         groups.setdefault(mark.rich_help_panel, []).append((mark.default, *(mark.param_decls or ()))[-1])
     assert {title: " ".join(names) for title, names in groups.items()} == {
-        "Model": "--served-model-name --max-model-len --dtype --weights --device --threads --deterministic "
-        "--tool-call-parser --chat-template --lora-modules --generation-config",
+        "Model": "--served-model-name --max-model-len --dtype --weights --device --threads --tensor-parallel "
+        "--deterministic --tool-call-parser --chat-template --lora-modules --generation-config",
         "Memory and scheduling": "--memory --host-memory --slo-ttft --slo-tpot --policy --policy-setting "
         "--max-requests --max-queued-requests --max-adapters --max-running-jobs --job-timeout --trainable-model "
         "--weight-window --role --prefill-socket --prefill-min-tokens",
@@ -115,6 +115,11 @@ def test_values_that_help_texts_give_as_examples_are_understood():
         (("--port", "70000"), "--port must be a whole number from 0 to 65535"),
         (("--ssl-keyfile", "key.pem"), "--ssl-keyfile needs --ssl-certfile"),
         (("--policy-setting", "x"), "--policy-setting must be KEY=VALUE"),
+        (("--tensor-parallel", "0"), "--tensor-parallel must be a whole number of at least 1, not 0"),
+        (
+            ("--tensor-parallel", "2", "--trainable-model", "big=tiny"),
+            "--trainable-model must be empty where --tensor-parallel is above 1",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_by_the_names_of_options(

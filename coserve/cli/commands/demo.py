@@ -66,6 +66,9 @@ def demo(
             help="SLO: mean time per later token, such as 40ms or 0.04s. [tiny: 40ms]",
         ),
     ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Number of processes that hold the model together; see coserve up.")
+    ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the lesson, the trace and the job.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds a phase: to see that it runs.")] = False,
 ) -> None:
@@ -92,15 +95,18 @@ def demo(
     config = replace(config, **_QUICK) if quick else config
     start_s = monotonic()
     with TemporaryDirectory(prefix="coserve-demo-") as directory:
-        results = _run(config, lesson, model, _server_options(model, slo_ttft, slo_tpot), Path(directory))
+        options = _server_options(model, slo_ttft, slo_tpot, tensor_parallel)
+        results = _run(config, lesson, model, options, Path(directory))
         results["settings"]["the whole demo"] = f"{monotonic() - start_s:.0f} s"
         _write(out, results, _adapter_directory(Path(directory), results["job"]["id"]))
     _tell(results, out)
 
 
-def _server_options(model: str, slo_ttft: str | None, slo_tpot: str | None) -> list[str]:
-    """Of `coserve up`; for models other than the built-in one, its own defaults."""
+def _server_options(model: str, slo_ttft: str | None, slo_tpot: str | None, tensor_parallel: int) -> list[str]:
+    """Return options of `coserve up`; for models other than the built-in one, its own defaults."""
     given = {name: value for name, value in (("--slo-ttft", slo_ttft), ("--slo-tpot", slo_tpot)) if value is not None}
+    if tensor_parallel > 1:
+        given["--tensor-parallel"] = str(tensor_parallel)
     options = (_TINY_OPTIONS if model == "tiny" else {}) | given
     return [*(word for pair in options.items() for word in pair), "--measure-first"]
 
@@ -143,13 +149,16 @@ def _run(config: "DemoConfig", lesson_name: str, model: str, options: list[str],
 
     from coserve.bench.machine import describe
 
-    results["machine"] = describe(torch.device(results["device"]), results["threads"])
-    results["settings"] = _settings(results["config"], lesson)
+    machine = describe(torch.device(results["device"]), results["threads"])
+    num_ranks = results["tensor_parallel"]
+    results["machine"] = machine if num_ranks == 1 else f"{num_ranks} ranks, each {machine}"
+    results["settings"] = _settings(results["config"], lesson, num_ranks)
     return results
 
 
-def _settings(config: dict[str, Any], lesson: Any) -> dict[str, str]:
-    """For readers of the report."""
+def _settings(config: dict[str, Any], lesson: Any, num_ranks: int) -> dict[str, str]:
+    """Return what the report says of the settings."""
+    ranks = {} if num_ranks == 1 else {"ranks": f"{num_ranks} processes hold the model together"}
     return {
         "trace": f"{config['trace_file'] or 'bursty'}, {config['seconds']:g} s, seed {config['seed']}",
         "arrivals": f"{config['rate']:g} requests/s on average",
@@ -158,7 +167,8 @@ def _settings(config: dict[str, Any], lesson: Any) -> dict[str, str]:
         "epochs": f"{config['epochs']}, batches of {config['batch_size']}",
         "adapter": f"LoRA at every linear layer, r {config['r']}, alpha {2 * config['r']}",
         "optimizer": f"AdamW, learning rate {config['learning_rate']:g}",
-        "command": "coserve demo",
+        **ranks,
+        "command": "coserve demo" + (f" --tensor-parallel {num_ranks}" if ranks else ""),
     }
 
 
@@ -200,6 +210,7 @@ def _main_numbers(results: dict[str, Any]) -> dict[str, Any]:
     phases = results["phases"]
     alone, both = phases["requests"]["summary"], phases["both"]["summary"]
     return {
+        "tensor_parallel": results["tensor_parallel"],
         "objective_ttft_ms": results["objectives"]["ttft_ms"],
         "objective_tpot_ms": results["objectives"]["tpot_ms"],
         "requests": both["requests"],

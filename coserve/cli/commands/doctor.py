@@ -13,11 +13,17 @@ def doctor(
     home: Home = None,
     database: Database = None,
     repair: Annotated[bool, typer.Option("--repair", help="Mend what can be mended without loss.")] = False,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of ranks that coserve up is to start on this machine.")
+    ] = 1,
+    device: Annotated[str, typer.Option(help="Device of the ranks: cpu, cuda, or auto.")] = "auto",
+    threads: Annotated[int, typer.Option(min=1, metavar="N", help="CPU threads of each rank.")] = 1,
 ) -> None:
     """Look for what is wrong with a home while no server uses it: records, files, checkpoints, adapters, permissions.
 
     The status is 1 if something is wrong, or still is after --repair, which deletes nothing that a record names, and
-    moves aside what none does. A warning says so where slow kernels would run. The last line is JSON.
+    moves aside what none does. A warning says so where slow kernels would run, and with --tensor-parallel where the
+    machine has no place for that many ranks. The last line is JSON.
     """
     from coserve.cli.tables import console, table
     from coserve.jobs.doctor import Finding, examine
@@ -61,6 +67,14 @@ def doctor(
     if warning := why_none():
         console().print(f"warning: {warning}", soft_wrap=True)
         result["kernels_warning"] = warning
+    if tensor_parallel > 1:
+        from coserve.devices.rank_places import why_not
+
+        said = f"this machine has a place for each of {tensor_parallel} ranks"
+        if reason := why_not(tensor_parallel, device, threads):
+            said = f"warning: {reason}"
+            result["ranks_warning"] = reason
+        console().print(said, soft_wrap=True)
     print(json.dumps(result))
     if left:
         raise typer.Exit(1)

@@ -42,7 +42,13 @@ class ModelOptions(OptionGroup):
         "Of the CPU, for the engine's arithmetic.",
         parse=int,
         metavar="N",
-        shown="one for a small model, all for others",
+        shown="one for a small model, all for others; with ranks, an equal share of all",
+    )
+    tensor_parallel: int = option(
+        1,
+        "--tensor-parallel",
+        "Number of ranks: processes that hold the model together, each on a GPU or on CPU cores of its own "
+        "(docs/parallel.md); --threads, --memory and --host-memory are then those of each.",
     )
     deterministic: bool = option(
         False,
@@ -79,6 +85,7 @@ class ModelOptions(OptionGroup):
         """ValueError names the field and its range."""
         if self.threads is not None:
             check_whole("threads", self.threads, 1)
+        check_whole("tensor_parallel", self.tensor_parallel, 1)
         if self.max_model_len is not None:
             check_whole("max_model_len", self.max_model_len, 2)
         if any(not name.strip() or "@" in name for name in self.served_model_names):

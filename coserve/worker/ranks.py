@@ -1,0 +1,100 @@
+"""The ranks of an engine's group as the engine's process sees them: their states, and their end, which is its own.
+
+A group that has lost a rank answers nothing more, so the engine's process ends with it, and the server starts another.
+It ends as the rank did: what somebody has killed, be it the engine's process or a rank's, is the fault of no job.
+"""
+
+import logging
+import os
+import select
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from threading import Thread
+from typing import NoReturn
+
+from coserve.devices.base import Clock, Device
+from coserve.devices.messages import Command, DescribeRanks, RanksDescribed, RankState, Reply
+from coserve.devices.step_messages import StepBatch, StepResult
+from coserve.errors import DeviceGoneError
+
+_log = logging.getLogger(__name__)
+
+# How often ranks are asked for their states; and until their device knows of an end that was noticed here.
+_STATES_S, _POLL_S = 1.0, 0.01
+
+
+def ending_with(device: Device) -> Device:
+    """Return a device with which this process ends; one that is in this process is returned as it is."""
+    return device if device.info.num_ranks == 1 else _MortalDevice(device)
+
+
+class _MortalDevice:
+    """A device whose end is the end of this process, wherever it is noticed: no caller takes it for a refusal."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.info = device.info
+        self.clock: Clock = device.clock
+        pids = [state.pid for state in describe_ranks(self)]
+        Thread(target=self._end_with_one_of, args=(pids,), name="end of ranks", daemon=True).start()
+
+    def execute(self, command: Command) -> Reply:
+        try:
+            return self._device.execute(command)
+        except DeviceGoneError as error:
+            _end_as(error)
+
+    def submit(self, batch: StepBatch) -> None:
+        self._device.submit(batch)
+
+    def collect(self) -> StepResult:
+        try:
+            return self._device.collect()
+        except DeviceGoneError as error:
+            _end_as(error)
+
+    def close(self) -> None:
+        self._device.close()
+
+    def _end_with_one_of(self, pids: Sequence[int]) -> None:
+        """Wait for the end of one of these processes, also while nothing is asked of the device."""
+        ends = select.poll()
+        for pid in pids:
+            with suppress(ProcessLookupError):  # the device will say so
+                ends.register(os.pidfd_open(pid), select.POLLIN)
+        ends.poll()
+        while True:
+            describe_ranks(self)
+            time.sleep(_POLL_S)
+
+
+class RankStates:
+    """The states of a device's ranks, asked for once a second at the most; none of a device that one process holds."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._found: tuple[RankState, ...] = ()
+        self._found_s = float("-inf")
+
+    def take(self) -> tuple[RankState, ...]:
+        """Return the newest states."""
+        if self._device.info.num_ranks > 1 and (now_s := time.monotonic()) - self._found_s > _STATES_S:
+            self._found, self._found_s = describe_ranks(self._device), now_s
+        return self._found
+
+
+def describe_ranks(device: Device) -> tuple[RankState, ...]:
+    """Return the states of a device's ranks; DeviceGoneError."""
+    described = device.execute(DescribeRanks())
+    assert isinstance(described, RanksDescribed)
+    return described.ranks
+
+
+def _end_as(error: DeviceGoneError) -> NoReturn:
+    """End this process at once, as the rank has ended that the error is about."""
+    _log.error("the engine ends: %s", error)
+    if error.returncode == -signal.SIGKILL:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(1)
