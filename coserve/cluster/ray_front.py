@@ -45,7 +45,7 @@ class FrontApplication:
         self._standby = StandbyFront(front)
         self._front = self._standby.front
         await self._standby.begin(others=num_fronts > 1)
-        await asyncio.to_thread(tell_served, Served(model=config.model))
+        await asyncio.to_thread(tell_served, Served(model=config.model, num_ranks=config.tensor_parallel))
 
     def __serve_build_asgi_app__(self) -> StandbyFront:
         return self._standby

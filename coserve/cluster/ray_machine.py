@@ -83,10 +83,11 @@ class ClusterKeys:
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What a front says to machines that would join. version: of coserve."""
+    """What a front says to machines that would join. version: of coserve. num_ranks: of each node."""
 
     model: str
     version: str = VERSION
+    num_ranks: int = 1
 
 
 def tell_served(served: Served | None) -> None:

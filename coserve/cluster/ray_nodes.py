@@ -13,6 +13,7 @@ from ray.util import list_named_actors
 
 from coserve.cluster.messages import CommandBatch, NodeCalls, NodeReports, NodeSettings, NodeStatus
 from coserve.cluster.node_actor import NodeActor
+from coserve.cluster.node_resources import NodeResources, node_resources
 from coserve.cluster.nodes import NODE, node_names
 from coserve.cluster.ray_errors import first_line
 from coserve.cluster.ray_machine import DEVICE
@@ -73,8 +74,9 @@ class RayNodes:
     """An actor for each device of the cluster, made as devices join. One whose machine is gone waits for another."""
 
     def __init__(self, settings: NodeSettings, *, uses_gpu: bool) -> None:
-        """uses_gpu: each needs one of Ray's GPUs, if there are any."""
+        """uses_gpu: each rank of a node needs one of Ray's GPUs, if there are any."""
         self._settings, self._uses_gpu = msgspec.msgpack.encode(settings), uses_gpu
+        self._engine = settings.engine
         self._found: dict[str, RayNode] = {}
         self._made_s: dict[str, float] = {}
         self._counted_s, self._has_warned = float("-inf"), False
@@ -109,36 +111,35 @@ class RayNodes:
         return self._make(name)
 
     def _make_missing(self) -> None:
-        num_devices, num_gpus = int(ray.cluster_resources().get(DEVICE, 0)), self._num_gpus()
+        found = ray.cluster_resources()
+        num_devices = int(found.get(DEVICE, 0))
         existing = _names()
         for name in node_names(existing, num_devices):
             if (node := self._found.get(name)) is None:
                 self._found[name] = RayNode(self._make(name))
             elif name not in existing and time.monotonic() - self._made_s[name] > _MAKE_AGAIN_S:
                 node.actor = self._make(name)  # its home could not be written, say, or somebody has ended it
-        if 0 < num_gpus < num_devices and not self._has_warned:
+        num_gpus, num_cpus = int(found.get("GPU", 0)), int(found.get("CPU", 0))
+        shortage = self._resources(num_gpus).shortage(num_devices, num_gpus=num_gpus, num_cpus=num_cpus)
+        if shortage and not self._has_warned:
             self._has_warned = True
-            _log.warning(
-                "the cluster has %d devices for nodes and %d GPUs: each node needs a GPU, and those without one have "
-                "none to start on; --device cpu has all nodes on CPUs",
-                num_devices,
-                num_gpus,
-            )
+            _log.warning("%s", shortage)
 
-    def _num_gpus(self) -> int:
-        """Of the cluster; 0: nodes need none."""
-        return int(ray.cluster_resources().get("GPU", 0)) if self._uses_gpu else 0
+    def _resources(self, num_gpus: int) -> NodeResources:
+        """Return what a node needs in a cluster that has this many GPUs."""
+        return node_resources(self._engine, uses_gpus=self._uses_gpu and num_gpus > 0)
 
     def _make(self, name: str) -> Any:
-        """An actor; the one of this name, if there is one."""
+        """Make an actor; the one of this name, if there is one."""
+        resources = self._resources(int(ray.cluster_resources().get("GPU", 0)))
         made = ray.remote(NodeActor).options(
             name=name,
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
             max_restarts=-1,
-            num_cpus=0,
-            num_gpus=min(1, self._num_gpus()),
+            num_cpus=resources.num_cpus,
+            num_gpus=resources.num_gpus,
             resources={DEVICE: 1},
         )
         self._made_s[name] = time.monotonic()

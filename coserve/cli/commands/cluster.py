@@ -42,8 +42,8 @@ _Nodes = Annotated[
         "--nodes",
         min=0,
         metavar="N",
-        help="Devices of this machine that become nodes; 0: none.",
-        show_default="its GPUs, or 1",
+        help="Nodes on this machine, each on a device or, with --tensor-parallel, on as many; 0: none.",
+        show_default="as many as its GPUs allow, or 1",
     ),
 ]
 _RayPort = Annotated[
@@ -141,7 +141,8 @@ def _up(
     if address is None:  # nothing of a cluster that is there already listens here
         check_reach(config.host)
         listen(config.host, config.port).close()
-    number = _num_devices(config.device) if nodes is None else nodes
+    num_ranks = config.tensor_parallel if told is None else told.num_ranks
+    number = _num_devices(config.device, num_ranks) if nodes is None else nodes
     with ExitStack() as leaving:
         claim: DeployClaim | None = None
         if address is not None and (told is None or nodes == 0):
@@ -313,13 +314,15 @@ def _require_ray(*, creates_token: bool = False) -> None:
     use_token(creates=creates_token)
 
 
-def _num_devices(device: str) -> int:
-    """GPUs of this machine, or 1."""
+def _num_devices(device: str, num_ranks: int) -> int:
+    """Return how many nodes this machine has by default: one for each group of GPUs, one for each rank; or 1."""
     if device == "cpu":
         return 1
     import torch
 
-    return max(1, torch.cuda.device_count())
+    from coserve.cluster.node_resources import num_nodes_of
+
+    return num_nodes_of(torch.cuda.device_count(), num_ranks)
 
 
 @contextmanager
