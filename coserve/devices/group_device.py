@@ -7,10 +7,10 @@ all have done it; a call that has failed is answered by each. The processes end 
 not come in time, the others are ended, too, and every call is DeviceGoneError.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from coserve.devices.clock import WallClock
 from coserve.devices.inverses import inverses_of
 from coserve.devices.job_messages import WriteCheckpoint
-from coserve.devices.messages import BESIDE_STEPS_OF_RANKS, Command, DeviceInfo, Reply, SaveAdapter
+from coserve.devices.messages import BESIDE_STEPS_OF_RANKS, Command, DeviceInfo, RanksDescribed, Reply, SaveAdapter
 from coserve.devices.rank_process import Answer, DeviceProcess
 from coserve.devices.settings import DeviceSettings, LoadProgress
 from coserve.devices.step_messages import StepBatch, StepResult
@@ -30,6 +30,10 @@ from coserve.models.shared_files import named_when_written
 
 _SAME = ("num_pages", "page_bytes", "num_host_pages", "num_state_pages", "block_tokens", "dtype", "weights", "kernels")
 """Fields of `DeviceInfo` that all ranks must have alike."""
+
+
+# How long a rank may take to end once it has closed its socket, as the system does for one that is killed.
+_END_S = 0.5
 
 
 class GroupDevice:
@@ -52,6 +56,8 @@ class GroupDevice:
         self._numbers, self._lock, self._sending = count(), Lock(), Lock()
         self._gone = ""
         """Why the group has ended; "" while it has not."""
+        self._returncode: int | None = None
+        """How the rank has ended that ended the group; None if that is not known."""
         self._has_started = self._is_closed = False
         self._step: _Sent | None = None  # under way
         self._messages: SimpleQueue[tuple[int, FromDevice | None]] = SimpleQueue()
@@ -149,13 +155,16 @@ class GroupDevice:
             # Before that, the other ranks may still say why.
             if not self._has_started:
                 return
-        self._end(self._ranks[rank].why_group_ends or f"{self._named(rank)} has ended")
+        # A rank that notices the end of another one ends, too, and may be heard of first.
+        codes = [each.returncode(_END_S if each is self._ranks[rank] else 0.0) for each in self._ranks]
+        returncode = min((code for code in codes if code), default=None)
+        self._end(self._ranks[rank].why_group_ends or f"{self._named(rank)} has ended", returncode)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, returncode: int | None = None) -> None:
         with self._lock:
             if self._gone:
                 return
-            self._gone = reason
+            self._gone, self._returncode = reason, returncode
         self._arena.end(reason)
         for each in self._ranks:
             each.kill()
@@ -169,7 +178,7 @@ class GroupDevice:
         """Send a call to all ranks, after those that came before on all of them."""
         with self._sending:
             if self._gone:
-                raise DeviceGoneError(self._gone)
+                raise DeviceGoneError(self._gone, self._returncode)
             number = next(self._numbers)
             frame = framed(Call(number, command))
             try:
@@ -183,7 +192,7 @@ class GroupDevice:
     def _reply(self, sent: "_Sent") -> Reply | StepResult:
         """Wait for the answers to a call, and return that of rank 0."""
         if not sent.answers:
-            raise DeviceGoneError(self._gone)
+            raise DeviceGoneError(self._gone, self._returncode)
         first, is_beside = sent.answers[0], isinstance(sent.command, BESIDE_STEPS_OF_RANKS)
         if not is_beside and first.exception() is None and not _has_failed(reply := first.result()):
             for each in self._ranks[1:]:
@@ -197,7 +206,7 @@ class GroupDevice:
             if error is not None:
                 errors[rank] = error
         if not errors:
-            return first.result()
+            return _joined([answer.result() for answer in sent.answers])
         if is_beside and len(errors) < self._size and not isinstance(sent.command, StepBatch):
             for inverse in inverses_of(sent.command):
                 self.execute(inverse)
@@ -205,7 +214,7 @@ class GroupDevice:
 
     def _gone_error(self, error: BaseException) -> DeviceGoneError:
         """Return why the group has ended, of which this error may be a consequence."""
-        return DeviceGoneError(self._gone or str(error))
+        return DeviceGoneError(self._gone or str(error), self._returncode)
 
 
 class _Sent(NamedTuple):
@@ -222,6 +231,12 @@ def _files_of(command: Command) -> AbstractContextManager[None]:
     if isinstance(command, WriteCheckpoint | SaveAdapter):
         return named_when_written(Path(command.directory))
     return nullcontext()
+
+
+def _joined(replies: Sequence[Reply | StepResult]) -> Reply | StepResult:
+    """Return the reply of a group: rank 0's, or what each rank says of itself."""
+    described = [each.ranks for each in replies if isinstance(each, RanksDescribed)]
+    return RanksDescribed(tuple(chain(*described))) if described else replies[0]
 
 
 def _has_failed(reply: Reply | StepResult) -> bool:

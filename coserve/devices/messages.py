@@ -212,7 +212,7 @@ BESIDE_STEPS = (
 )
 """Commands that may come from any thread and are done beside steps; all others stand in one ordered stream."""
 
-BESIDE_STEPS_OF_RANKS = (WriteCheckpoint, ReadContributions, SetVocabulary, OpenGrammar, CloseGrammar)
+BESIDE_STEPS_OF_RANKS = (WriteCheckpoint, ReadContributions, SetVocabulary, OpenGrammar, CloseGrammar, DescribeRanks)
 """Those of them that ranks of a group do beside steps, each for itself: none of them uses a collective."""
 
 Command = (

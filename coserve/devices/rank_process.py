@@ -71,6 +71,13 @@ class DeviceProcess:
         """Return whether nothing can come from the process any more."""
         return self._has_ended
 
+    def returncode(self, wait_s: float = 0.0) -> int | None:
+        """Return how the process has ended, negative for a signal; None if it has not within this time."""
+        try:
+            return self._process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            return None
+
     def send(self, message: object) -> None:
         """Send a message that has no answer, as the settings; DeviceGoneError."""
         self._send(framed(message))
