@@ -20,7 +20,7 @@ from coserve.devices.clock import WallClock
 from coserve.devices.inverses import inverses_of
 from coserve.devices.job_messages import WriteCheckpoint
 from coserve.devices.messages import BESIDE_STEPS_OF_RANKS, Command, DeviceInfo, RanksDescribed, Reply, SaveAdapter
-from coserve.devices.rank_process import Answer, DeviceProcess
+from coserve.devices.rank_process import Answer, DeviceProcess, StartProcess, start_program
 from coserve.devices.settings import DeviceSettings, LoadProgress
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.wire import Call, FromDevice, KernelsPrepared, LoadingProgress, Raised, Started, framed
@@ -39,12 +39,19 @@ _END_S = 0.5
 class GroupDevice:
     """See `coserve.devices.base.Device`."""
 
-    def __init__(self, settings: DeviceSettings, progress: LoadProgress | None = None) -> None:
+    def __init__(
+        self,
+        settings: DeviceSettings,
+        progress: LoadProgress | None = None,
+        *,
+        start: StartProcess = start_program,
+    ) -> None:
         """Start the processes of `settings.num_ranks` ranks, and wait until they have loaded the model.
 
         Args:
             settings: of all ranks.
             progress: told how far rank 0 is.
+            start: starts the process of a rank.
 
         Raises:
             DeviceGoneError: a process has ended without saying why. RankError: the ranks do not fit together. All
@@ -64,7 +71,7 @@ class GroupDevice:
         self._ranks: list[DeviceProcess] = []
         try:
             for rank in range(self._size):
-                self._ranks.append(self._new_process(rank))
+                self._ranks.append(self._new_process(rank, start))
             self.info = self._start(settings, progress)
         except BaseException:
             self.close()
@@ -112,12 +119,13 @@ class GroupDevice:
 
     # -- start and end ----------------------------------------------------------------
 
-    def _new_process(self, rank: int) -> DeviceProcess:
+    def _new_process(self, rank: int, start: StartProcess) -> DeviceProcess:
         return DeviceProcess(
             lambda message: self._messages.put((rank, message)),
             partial(self._note_end, rank),
             arguments=[str(self._arena.fd), str(rank), str(self._size)],
             inherited=[self._arena.fd],
+            start=start,
         )
 
     def _start(self, settings: DeviceSettings, progress: LoadProgress | None) -> DeviceInfo:

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
@@ -138,5 +139,11 @@ def _seat(arena: str, rank: str, size: str) -> Seat:
     return Seat(RankArena(int(arena)), int(rank), int(size))
 
 
+def run(arguments: Sequence[str]) -> None:
+    """Serve a device, or a rank of one, as the arguments say."""
+    descriptor, *seat = arguments
+    main(int(descriptor), _seat(*seat) if seat else None)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), _seat(*sys.argv[2:]) if sys.argv[2:] else None)
+    run(sys.argv[1:])

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import Lock, Thread
+from typing import Protocol
 
 from coserve.devices.messages import Reply
 from coserve.devices.step_messages import StepResult
@@ -25,6 +26,34 @@ _END_S = 5.0
 Answer = Future[Reply | StepResult]
 
 
+class StartedProcess(Protocol):
+    """A process of `process_main` as `subprocess.Popen` shows one; any thread may call its methods."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def kill(self) -> None:
+        """End it at once; no error if it has ended."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; return its code, negative for a signal. subprocess.TimeoutExpired."""
+        ...
+
+
+StartProcess = Callable[[Sequence[str], Sequence[int]], StartedProcess]
+"""Starts a process of `process_main`, given its arguments and the descriptors that these name, which it inherits."""
+
+
+def start_program(arguments: Sequence[str], descriptors: Sequence[int]) -> StartedProcess:
+    """Start the process as a program, which imports all that it needs."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "coserve.devices.process_main", *arguments],
+        stdin=subprocess.DEVNULL,
+        pass_fds=descriptors,
+    )
+
+
 class DeviceProcess:
     """A process of `process_main`, and the connection to it. A thread of its own takes what the process sends."""
 
@@ -35,6 +64,7 @@ class DeviceProcess:
         *,
         arguments: Sequence[str] = (),
         inherited: Sequence[int] = (),
+        start: StartProcess = start_program,
     ) -> None:
         """Start the process, which waits for its settings then.
 
@@ -43,14 +73,11 @@ class DeviceProcess:
             on_end: called once the process has ended, or has closed its end, before its calls fail.
             arguments: for `process_main`, after the socket.
             inherited: file descriptors that the process gets.
+            start: starts the process.
         """
         own, its = socket.socketpair()
         with its:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "coserve.devices.process_main", str(its.fileno()), *arguments],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(its.fileno(), *inherited),
-            )
+            self._process = start([str(its.fileno()), *arguments], [its.fileno(), *inherited])
         self._connection = Connection(own, FromDevice)
         self._on_start, self._on_end = on_start, on_end
         self._calls: dict[int, Answer] = {}

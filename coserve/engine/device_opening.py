@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from coserve.devices.base import Device
+from coserve.devices.rank_process import StartProcess, start_program
 from coserve.devices.settings import DeviceSettings, LoadProgress
 from coserve.engine.config import EngineConfig
 from coserve.models.source import ModelSource
@@ -17,7 +18,12 @@ if TYPE_CHECKING:
 
 
 def open_device_of(
-    source: ModelSource, settings: DeviceSettings, *, may_be_provisional: bool, progress: LoadProgress | None
+    source: ModelSource,
+    settings: DeviceSettings,
+    *,
+    may_be_provisional: bool,
+    progress: LoadProgress | None,
+    start_rank: StartProcess = start_program,
 ) -> Device:
     """Load a model that has been found, in this process or on as many ranks as the settings say.
 
@@ -25,6 +31,7 @@ def open_device_of(
         source: the settings' model.
         may_be_provisional: see `device_on`; ranks measure their profile first.
         progress: told what is being done, how much of it is done, and how much there is.
+        start_rank: starts the process of a rank.
 
     Raises:
         ModelError: the device is not there, or the model cannot be used on it; or there are too few devices for the
@@ -42,7 +49,7 @@ def open_device_of(
     if settings.num_ranks > 1:
         from coserve.devices.group_device import GroupDevice
 
-        group = GroupDevice(settings, progress)
+        group = GroupDevice(settings, progress, start=start_rank)
         if group.info.device == "cpu" and (warning := crowding(settings.num_ranks, group.info.threads)):
             _log.warning("%s", warning)
         return group

@@ -12,6 +12,7 @@ from coserve.adapters.base import AdapterConfig
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.base import Device
 from coserve.devices.profile_store import correct_profile
+from coserve.devices.rank_process import StartProcess, start_program
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.settings import LoadProgress
 from coserve.devices.step_messages import TokenLogprob
@@ -144,6 +145,7 @@ class Engine(EngineCore):
         with_text: bool = True,
         may_be_provisional: bool = False,
         progress: LoadProgress | None = None,
+        start_rank: StartProcess = start_program,
         wrap: Callable[[Device], Device] | None = None,
     ) -> Self:
         """Load a model: a directory, a hub id, or a `dummy:` preset with random weights (from `seed`).
@@ -160,6 +162,7 @@ class Engine(EngineCore):
             with_text: whether chunks have text; without, there are token ids alone, in and out, and no stop strings.
             may_be_provisional, wrap: see `from_backbone`.
             progress: told what is being done, how much of it is done, and how much there is.
+            start_rank: starts the process of each of several ranks.
 
         Raises:
             ModelError: there is no such model or device, or it cannot be used; or there are too few devices for the
@@ -177,7 +180,9 @@ class Engine(EngineCore):
             max_positions=max_positions,
         )
         tokenizer = load_tokenizer(source)
-        opened = open_device_of(source, settings, may_be_provisional=may_be_provisional, progress=progress)
+        opened = open_device_of(
+            source, settings, may_be_provisional=may_be_provisional, progress=progress, start_rank=start_rank
+        )
         return cls(
             opened if wrap is None else wrap(opened),
             config,

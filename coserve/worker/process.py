@@ -19,6 +19,7 @@ import zmq
 
 from coserve.devices.cpu_threads import worthwhile_threads
 from coserve.devices.process_memory import bound_compiled_products, give_back_freed_memory, keep_freed_memory
+from coserve.devices.rank_process import StartProcess, start_program
 from coserve.devices.step_messages import StepResult
 from coserve.engine.engine import Engine
 from coserve.engine.job import JobEvent
@@ -53,6 +54,7 @@ from coserve.worker.protocol import (
     decode_command,
     encode,
 )
+from coserve.worker.rank_forks import rank_starter
 from coserve.worker.ranks import RankStates, ending_with
 from coserve.worker.ready import ready_report
 from coserve.worker.refinement import ProfileRefinement
@@ -272,7 +274,7 @@ def _step_record(engine: Engine, result: StepResult, end_s: float, step_s: float
 
 
 def start(
-    settings: EngineSettings, socket: "zmq.Socket[bytes]", activity: Activity
+    settings: EngineSettings, socket: "zmq.Socket[bytes]", activity: Activity, start_rank: StartProcess = start_program
 ) -> tuple[Engine, HandoverEnd, SharedFiles] | None:
     """The engine, when it is ready, and what it shares with others; None if it cannot be started as it was asked, which
     has been reported then.
@@ -301,6 +303,7 @@ def start(
             with_text=False,
             may_be_provisional=not settings.measures_first,
             progress=progress,
+            start_rank=start_rank,
             wrap=lambda device: WatchedDevice(ending_with(device), activity),
         )
         if settings.record is not None:
@@ -343,6 +346,7 @@ def main() -> int:
     if settings is None:
         return 0
     configure_logs(settings.log_format, settings.log_level)
+    start_rank = rank_starter(settings.engine.tensor_parallel)
     threading.Thread(target=_end_with_the_server, daemon=True).start()
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.PAIR)
@@ -351,7 +355,7 @@ def main() -> int:
     socket.connect(settings.address)
     try:
         activity = Activity(settings.activity)
-        started = start(settings, socket, activity)
+        started = start(settings, socket, activity, start_rank)
         if started is None:
             return 1
         engine, handover, shared = started

@@ -1,0 +1,122 @@
+"""Forks the processes of ranks off the engine's, which has imported everything, so that a group is ready sooner.
+
+Importing PyTorch takes seconds of computing for each rank, and twice that beside other ranks. So the engine's process
+forks blank processes before it has threads, and each becomes a rank when it is sent its descriptors. None of the three
+things that do not outlive a fork is there then: threads, a parallel region of PyTorch, a GPU that was touched.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from threading import Lock
+from typing import NoReturn
+
+from coserve.devices.rank_places import num_usable_cores
+from coserve.devices.rank_process import StartedProcess, StartProcess, start_program
+
+_MAX_BYTES, _MAX_DESCRIPTORS = 1 << 16, 8
+# Descriptors of a blank process from here on are its own; those that it is sent get their old numbers, below.
+_FIRST_OWN = 1 << 9
+
+
+def rank_starter(num_ranks: int) -> StartProcess:
+    """Return what starts the processes of a group; to be called before this process has threads.
+
+    Of one rank, or more than there are places for, none is forked: the latter are refused later.
+    """
+    if not 1 < num_ranks <= num_usable_cores() or sys.platform != "linux":
+        return start_program
+    return _RankForks(num_ranks).start
+
+
+class _RankForks:
+    """Blank processes, each of which can become a rank."""
+
+    def __init__(self, number: int) -> None:
+        self._blank: list[_ForkedRank] = []
+        for _ in range(number):
+            self._blank.append(_fork([each.control for each in self._blank]))
+
+    def start(self, arguments: Sequence[str], descriptors: Sequence[int]) -> StartedProcess:
+        """Start a process of `process_main` on one of them."""
+        rank = self._blank.pop(0)
+        message = json.dumps({"arguments": list(arguments), "descriptors": list(descriptors)}).encode()
+        socket.send_fds(rank.control, [message], list(descriptors))
+        rank.control.close()
+        return rank
+
+
+class _ForkedRank:
+    """A process that was forked off; see `coserve.devices.rank_process.StartedProcess`."""
+
+    def __init__(self, pid: int, control: socket.socket) -> None:
+        self.pid, self.control = pid, control
+        self._end, self._lock = os.pidfd_open(pid), Lock()
+        self._returncode: int | None = None
+
+    def kill(self) -> None:
+        with self._lock:
+            if self._returncode is None:
+                signal.pidfd_send_signal(self._end, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        ends = select.poll()
+        ends.register(self._end, select.POLLIN)
+        if not ends.poll(None if timeout is None else 1e3 * timeout):
+            raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
+        with self._lock:
+            if self._returncode is None:
+                self._returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            return self._returncode
+
+
+def _fork(others: Sequence[socket.socket]) -> _ForkedRank:
+    """Fork off a blank process, which is to hold none of the others' sockets: it sees the end of its own by that."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with warnings.catch_warnings():
+        # Python warns of numpy's idle threads, too, which look after themselves at a fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        for each in (ours, *others):
+            each.close()
+        _become_a_rank(theirs)
+    theirs.close()
+    return _ForkedRank(pid, ours)
+
+
+def _become_a_rank(control: socket.socket) -> NoReturn:
+    """Wait for descriptors, and be a rank; end if there are none. Nothing of the caller's stack runs here."""
+    status = 1
+    try:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        message, received, _, _ = socket.recv_fds(control, _MAX_BYTES, _MAX_DESCRIPTORS)
+        if not message:
+            os._exit(0)
+        told = json.loads(message)
+        _place(received, told["descriptors"])
+        from coserve.devices.process_main import run
+
+        run(told["arguments"])
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _place(received: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give descriptors the numbers that the arguments name, and close all others but the standard ones."""
+    kept = [os.dup2(each, _FIRST_OWN + place) for place, each in enumerate(received)]
+    os.closerange(3, _FIRST_OWN)
+    for each, number in zip(kept, numbers, strict=True):
+        os.dup2(each, number, inheritable=False)
+        os.close(each)
