@@ -55,6 +55,7 @@ def open_device(
         block_tokens=settings.block_tokens,
         profile=settings.profile,
         deterministic=settings.deterministic,
+        may_be_provisional=settings.may_be_provisional,
         progress=_stage(progress, "measuring this device"),
     )
 

@@ -35,5 +35,7 @@ class DeviceSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     block_tokens: int = 16
     profile: Profile | None = None
     deterministic: bool = False
+    may_be_provisional: bool = False
+    """Whether a quick and cautious profile will do, which `MeasureDevice` replaces."""
     num_ranks: int = 1
     rank_timeout_s: float = 600.0

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 def open_device_of(
     source: ModelSource,
     settings: DeviceSettings,
-    *,
-    may_be_provisional: bool,
     progress: LoadProgress | None,
     start_rank: StartProcess = start_program,
 ) -> Device:
@@ -29,7 +27,6 @@ def open_device_of(
 
     Args:
         source: the settings' model.
-        may_be_provisional: see `device_on`; ranks measure their profile first.
         progress: told what is being done, how much of it is done, and how much there is.
         start_rank: starts the process of a rank.
 
@@ -66,16 +63,11 @@ def open_device_of(
         max_positions=settings.max_positions,
         progress=_stage(progress, "loading weights"),
     )
-    return device_on(backbone, settings, may_be_provisional=may_be_provisional, progress=progress)
+    return device_on(backbone, settings, progress)
 
 
-def device_on(
-    backbone: "Backbone", settings: DeviceSettings, *, may_be_provisional: bool, progress: LoadProgress | None
-) -> Device:
+def device_on(backbone: "Backbone", settings: DeviceSettings, progress: LoadProgress | None) -> Device:
     """Return a device in this process on a model that is loaded; of the settings, memory, pages and profile count.
-
-    Args:
-        may_be_provisional: whether a quick and cautious profile will do, which `MeasureDevice` replaces.
 
     Raises:
         BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page. DeviceMemoryError.
@@ -89,7 +81,7 @@ def device_on(
         block_tokens=settings.block_tokens,
         profile=settings.profile,
         deterministic=settings.deterministic,
-        may_be_provisional=may_be_provisional,
+        may_be_provisional=settings.may_be_provisional,
         progress=_stage(progress, "measuring this device"),
     )
 

@@ -116,10 +116,12 @@ class Engine(EngineCore):
         config = config or EngineConfig()
         if config.tensor_parallel > 1:
             raise ValueError("tensor_parallel must be 1 for a model that is loaded: Engine.load starts several ranks")
-        settings = device_settings(config, backbone.name)
-        if latency is not None:
-            settings = replace(settings, profile=latency.profile)
-        device = device_on(backbone, settings, may_be_provisional=may_be_provisional, progress=progress)
+        settings = replace(
+            device_settings(config, backbone.name),
+            profile=None if latency is None else latency.profile,
+            may_be_provisional=may_be_provisional,
+        )
+        device = device_on(backbone, settings, progress)
         wrapped = device if wrap is None else wrap(device)
         return cls(
             wrapped,
@@ -178,11 +180,10 @@ class Engine(EngineCore):
             threads=threads,
             seed=seed,
             max_positions=max_positions,
+            may_be_provisional=may_be_provisional,
         )
         tokenizer = load_tokenizer(source)
-        opened = open_device_of(
-            source, settings, may_be_provisional=may_be_provisional, progress=progress, start_rank=start_rank
-        )
+        opened = open_device_of(source, settings, progress, start_rank)
         return cls(
             opened if wrap is None else wrap(opened),
             config,
