@@ -11,7 +11,7 @@ import signal
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from coserve.devices.base import Clock, Device
@@ -40,15 +40,12 @@ class LastActivity:
             self.path = None
 
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped the process (SIGSTOP), which is the fault of no job."""
+        """Return whether somebody has stopped the process or a rank of it (SIGSTOP), which is the fault of no job."""
         content = self._read()
         if content is None:
             return False
         pid, _ = _HEAD.unpack_from(content)
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-        except (OSError, IndexError):
-            return False
+        return any(map(_is_stopped, (pid, *_children_of(pid))))
 
     def jobs_at_death(self, status: int, *, hung: bool) -> tuple[str, ...] | None:
         """The jobs that the engine may have died of: those that it worked for; None if that is not known.
@@ -70,6 +67,22 @@ class LastActivity:
             return None if self.path is None else self.path.read_bytes()
         except OSError:
             return None
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
+def _children_of(pid: int) -> list[int]:
+    """Return the processes that any thread of one has started; none where the system does not say."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
 
 
 def _num_oom_kills() -> int:

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from processes import children_of
 
 from coserve.jobs.deaths import Deaths, after_death
 from coserve.worker.activity import LastActivity
@@ -100,6 +102,19 @@ def test_a_process_that_somebody_has_stopped_does_not_hang(tmp_path: Path):
     os.waitpid(process.pid, os.WUNTRACED)
     assert activity.is_stopped()
     process.kill()
+    process.wait(60)
+    assert not activity.is_stopped()
+
+
+def test_nor_does_one_whose_rank_somebody_has_stopped(tmp_path: Path):
+    stopped = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    last_act = f"import subprocess; subprocess.run([sys.executable, '-c', {stopped!r}])"
+    activity, process = last_words(tmp_path / "activity", last_act)
+    while not activity.is_stopped():
+        assert process.poll() is None
+        time.sleep(0.01)
+    [rank] = children_of(process.pid)
+    os.kill(rank, signal.SIGKILL)
     process.wait(60)
     assert not activity.is_stopped()
 
