@@ -67,3 +67,19 @@ def test_the_report_is_one_page_and_the_adapter_is_pefts(demo):
     adapted = PeftModel.from_pretrained(copy.deepcopy(model()), out / "adapter")
     weights = {name: value for name, value in adapted.named_parameters() if "lora_B" in name}
     assert weights and all(float(value.abs().sum()) > 0 for value in weights.values())
+
+
+@pytest.mark.long
+def test_a_demo_on_two_ranks_says_so(tmp_path):
+    out = tmp_path / "report"
+    command = [*COMMAND, "--tensor-parallel", "2", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(done.stdout.splitlines()[-1])
+    assert numbers["tensor_parallel"] == 2 and numbers["failed"] == 0 and numbers["tuning_tokens_per_s"] > 0
+    results = json.loads((out / "results.json").read_text())
+    assert results["machine"].startswith("2 ranks, each ")
+    assert results["settings"]["command"] == "coserve demo --tensor-parallel 2"
+    text = "".join(ElementTree.parse(out / "report.html").getroot().itertext())
+    assert results["machine"] in text and "2 processes hold the model together" in text
