@@ -24,7 +24,7 @@ from coserve.devices.rank_process import Answer, DeviceProcess, StartProcess, st
 from coserve.devices.settings import DeviceSettings, LoadProgress
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.wire import Call, FromDevice, KernelsPrepared, LoadingProgress, Raised, Started, framed
-from coserve.errors import DeviceGoneError, RankError, RankGoneError
+from coserve.errors import DeviceGoneError, RankError, RankGoneError, RequestError
 from coserve.kernels.groups._arena import RankArena
 from coserve.models.shared_files import named_when_written
 
@@ -85,8 +85,8 @@ class GroupDevice:
     def execute(self, command: Command) -> Reply:
         """Have all ranks carry out a command, or none; DeviceGoneError if a process ends before it has answered.
 
-        The error of the lowest rank that failed is raised, which says the rank unless all have failed alike. Files that
-        the command writes are there once all ranks have written them.
+        The error of the lowest rank that failed is raised, which says the rank unless all have failed alike, or a
+        request is refused. Files that the command writes are there once all ranks have written them.
         """
         with _files_of(command):
             reply = self._reply(self._call(command))
@@ -257,7 +257,8 @@ def _error_of(errors: Mapping[int, BaseException], num_ranks: int) -> BaseExcept
     own = own or dict(errors)
     rank = min(own)
     kinds = {(type(error), str(error)) for error in own.values()}
-    if len(kinds) == 1 and len(own) == num_ranks:
+    # A request is refused for what it is, though rank 0 alone may know, as of grammars.
+    if (len(kinds) == 1 and len(own) == num_ranks) or isinstance(own[rank], RequestError):
         return own[rank]
     return type(own[rank])(f"{own[rank]} (on rank {rank})")
 

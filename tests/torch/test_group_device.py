@@ -23,10 +23,26 @@ from coserve.devices import cpu_threads
 from coserve.devices.cpu_threads import share_of_cores, worthwhile_threads
 from coserve.devices.grammar import Grammar
 from coserve.devices.group_device import GroupDevice
-from coserve.devices.messages import CloseGrammar, CloseRequest, CountCommands, DropVersion, OpenVersion
+from coserve.devices.matching import Vocabulary
+from coserve.devices.messages import (
+    CloseGrammar,
+    CloseRequest,
+    CountCommands,
+    DropVersion,
+    OpenGrammar,
+    OpenVersion,
+    SetVocabulary,
+)
 from coserve.devices.rank_process import DeviceProcess
 from coserve.devices.step_messages import RequestRows, StepBatch
-from coserve.errors import AdapterError, BudgetError, DeviceGoneError, DeviceMemoryError, UnknownModelError
+from coserve.errors import (
+    AdapterError,
+    BudgetError,
+    DeviceGoneError,
+    DeviceMemoryError,
+    RequestError,
+    UnknownModelError,
+)
 
 NUM_KILLS = 50
 PROMPT = tuple(random_tokens(11, 0).tolist())
@@ -140,6 +156,17 @@ def test_an_error_of_all_ranks_names_none(driver):
     with pytest.raises(AdapterError, match=r"^/nowhere has no adapter_config.json; give .*save_pretrained$"):
         driver.device.execute(OpenVersion("w", "/nowhere"))
     assert generates_as_one_process(driver)
+
+
+def test_a_grammar_that_is_wrong_is_refused_for_what_it_is(driver):
+    """Rank 0 alone compiles it; users do not hear of ranks."""
+    letters = tuple(bytes([each]) for each in range(255))
+    driver.device.execute(SetVocabulary(Vocabulary(pieces=(*letters, b""), special=(), ends=(255,))))
+    with pytest.raises(RequestError) as raised:
+        driver.device.execute(OpenGrammar(Grammar(kind="regex", text="(")))
+    assert "rank" not in str(raised.value)
+    assert driver.device.execute(OpenGrammar(Grammar(kind="regex", text="a+"))).num_bytes > 0
+    driver.device.execute(CloseGrammar(Grammar(kind="regex", text="a+")))
 
 
 def test_a_command_of_a_step_that_one_rank_cannot_do_ends_the_step_where_it_stands(driver):
