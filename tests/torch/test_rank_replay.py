@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
-from engines import BLOCK, FAST, WatchedDevice, greedy, prompts_of
+from engines import BLOCK, FAST, WatchedDevice, examples_of, greedy, prompts_of
 from lockstep import LockstepDevice
 from support import make_backbone
 
+from coserve.adapters import LoraConfig
 from coserve.devices.clock import WallClock
 from coserve.devices.loading import torch_device
 from coserve.devices.sampling_params import SamplingParams
@@ -21,8 +22,10 @@ from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models import Backbone
 from coserve.models.dividing import divided_backbone
 from coserve.simulate.roofline import roofline_profile
+from coserve.tuning.config import OptimizerConfig, TuningConfig
 
-NUM_PAGES = 60
+NUM_PAGES = 200
+TUNING = TuningConfig(num_epochs=2, batch_size=2, max_pack_tokens=16, optimizer=OptimizerConfig(learning_rate=1e-2))
 
 
 def device_of(backbone: Backbone) -> TorchDevice:
@@ -46,11 +49,15 @@ def test_a_recording_of_two_ranks_is_run_again_on_one(tmp_path):
     for number, prompt in enumerate(prompts_of((30, 17, 25, 9))):
         params = greedy(20, logprobs=1) if number % 2 else SamplingParams(max_tokens=15, temperature=1.0, seed=number)
         engine.add_tokens(prompt, params, request_id=str(number))
+    lora = LoraConfig(r=3, target_modules="all-linear")
+    engine.submit_examples(examples_of((9, 14, 5, 11)), TUNING, adapter=lora, job_id="job")
     while engine.has_work:
         engine.step()
+    assert engine.jobs["job"].state == "succeeded"
     engine.device.close()
     report = run_again(tmp_path / "file")
     assert report.plans_equal and report.tokens_equal and report.steps > 15, report.diverged
+    assert report.max_loss_difference < 1e-5
 
 
 def test_ranks_that_hold_copies_of_heads_need_more_than_one_rank_has(tmp_path):
