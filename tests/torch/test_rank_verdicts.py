@@ -25,15 +25,17 @@ from support import random_sequences
 import coserve.devices.adapter_memory as adapter_memory
 import coserve.devices.torch_requests as torch_requests
 import coserve.devices.torch_step as torch_step
-from coserve.adapters import Adapter, LoraConfig
+from coserve.adapters import LoraConfig
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import StepFailure, Tasklets
+from coserve.devices.step_messages import StepFailure, Tasklets, Update
 from coserve.devices.timing import HostTimer
 from coserve.errors import AdapterTooLargeError, RankError
 from coserve.kernels.groups.base import RankGroup
 from coserve.tuning.config import TuningConfig
 
 LORA = LoraConfig(r=2).to_peft()
+SEQUENCES = random_sequences((9, 14, 6))
+NUM_TRAINED = sum(sum(trained[1:]) for _, trained in SEQUENCES)
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +80,35 @@ def test_running_out_of_memory_on_one_rank_anywhere_is_the_failure_of_the_step_o
         device.close()
     assert number > 5 and failures == [None, None]
     device.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_update_that_fails_on_one_rank_is_broken_on_all(rank):
+    """Two jobs' updates in one step: those before the one that breaks stand, those after it can be made again."""
+    broken, number = list[str | None](), 0
+    while True:
+        number += 1
+        engine = make_engine(num_ranks=2)
+        driver, device = Driver(lockstep(engine)), lockstep(engine)
+        for job in ("a", "b"):
+            opened = driver.open_trainer(job, TuningConfig(), adapter=LORA)
+            driver.train(job, opened, SEQUENCES)
+        updates = {job: Update(job, NUM_TRAINED, 3) for job in ("a", "b")}
+        calls = fail_at(device.groups[rank], number, torch.OutOfMemoryError("no room"))
+        result = driver.try_step(updates=list(updates.values()))
+        same = [(each.failure, each.norms) for each in device.results]
+        assert same[0] == same[1], "one verdict"
+        if result.failure is None:
+            assert number > calls["calls"] and result.norms.keys() == {"a", "b"}
+            break
+        broken.append(result.failure.broken_update)
+        left = [job for job in ("a", "b") if job not in result.norms and job != broken[-1]]
+        assert left == (["b"] if broken[-1] == "a" else [])
+        again = driver.step(updates=[updates[job] for job in left])
+        assert again.norms.keys() == set(left)
+        device.close()
+    device.close()
+    assert broken == ["a"] * (len(broken) // 2) + ["b"] * (len(broken) // 2) and len(broken) >= 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -134,12 +165,10 @@ def test_the_clock_of_rank_0_says_when_tasklets_end(monkeypatch, fast_rank, num_
     """Whichever rank's clock runs three times as fast: all run as many, the first before any clock is read."""
     monkeypatch.setattr(FastClock, "fast_rank", fast_rank)
     monkeypatch.setattr(torch_step, "step_timer", lambda device: FastClock())
-    monkeypatch.setattr(Adapter, "check_whole", lambda self, what: None)
     engine = make_engine(num_ranks=2)
     driver = Driver(lockstep(engine))
-    sequences = random_sequences((9, 14, 6))
     opened = driver.open_trainer("job", TuningConfig(), adapter=LORA)
-    driver.forward_and_loss("job", opened, sequences)
+    driver.forward_and_loss("job", opened, SEQUENCES)
     driver.step(tasklets=[Tasklets("job", 4, 20)], backward_limit_s=0.065)
     assert [result.num_tasklets for result in lockstep(engine).results] == [{"job": num_tasklets}] * 2
     driver.device.close()

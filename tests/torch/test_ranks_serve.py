@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from dataclasses import replace as dataclass_replace
 from math import isnan
 from random import Random
@@ -14,6 +15,7 @@ from engines import (
     adapter_directory,
     assert_nothing_is_held,
     drain,
+    examples_of,
     greedy,
     make_engine,
     prompts_of,
@@ -27,12 +29,16 @@ from support import VOCAB, make_backbone, random_tokens
 from torch import Tensor
 
 from coserve.adapters import LoraConfig
+from coserve.adapters.methods.bottleneck import BottleneckConfig
+from coserve.adapters.methods.ia3 import Ia3Config
 from coserve.devices.grammar import Grammar
 from coserve.devices.job_messages import OpenTrainer
 from coserve.devices.messages import OpenVersion
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.step_messages import TokenLogprob
 from coserve.engine.engine import Engine
+from coserve.engine.job import JobEvent
+from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
 from coserve.errors import UnsupportedModelError
 from coserve.kernels import names_for
@@ -42,7 +48,7 @@ from coserve.kernels.weights import as_weight
 from coserve.models import Backbone
 from coserve.models.dividing import divided_backbone
 from coserve.models.head import likeliest_on_rank_0, logits, logits_on_rank_0
-from coserve.tuning.config import TuningConfig
+from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 # With which copying to the host pays on the tiny model.
 FAST_BUS = dataclass_replace(FAST, host_bytes_per_s=1e15)
@@ -84,10 +90,36 @@ def every_params(rng: Random) -> SamplingParams:
     return SamplingParams(max_tokens=rng.randrange(6, 14), **rng.choice(kinds))
 
 
-def serve_every_kind(num_ranks: int, seed: int) -> tuple[Engine, dict[tuple[str, int], list[Chunk]]]:
-    """Run requests of every kind under any plan, with too few pages; return the engine, and chunks by sequence."""
+# Of four jobs: a method, and how it trains.
+CLIPPED = OptimizerConfig(learning_rate=1e-3, max_grad_norm=0.1)
+JOBS = (
+    (LoraConfig(r=4, dropout=0.2, target_modules="all-linear"), TuningConfig(batch_size=2)),
+    (LoraConfig(r=3, use_dora=True, target_modules=("q_proj", "down_proj")), TuningConfig(max_pack_tokens=16)),
+    (BottleneckConfig(reduction_factor=4), TuningConfig(batch_size=3, optimizer=CLIPPED)),
+    (Ia3Config(), TuningConfig(batch_size=2, num_epochs=2)),
+)
+
+
+@dataclass
+class Served:
+    """What came of an engine's work: chunks by sequence, and what steps of jobs said."""
+
+    engine: Engine
+    chunks: dict[tuple[str, int], list[Chunk]] = field(default_factory=dict)
+    steps: dict[str, list[JobEvent]] = field(default_factory=dict)
+
+    def take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Chunk):
+                self.chunks.setdefault((event.request, event.index), []).append(event)
+            elif isinstance(event, JobEvent) and event.loss is not None:
+                self.steps.setdefault(event.job, []).append(event)
+
+
+def serve_every_kind(num_ranks: int, seed: int, *, num_jobs: int = 0) -> Served:
+    """Run requests of every kind and jobs under any plan, with few pages."""
     engine = make_engine(
-        num_pages=28,
+        num_pages=28 + 60 * num_jobs,
         num_host_pages=60,
         num_ranks=num_ranks,
         tokenizer=word_tokenizer(),
@@ -95,23 +127,20 @@ def serve_every_kind(num_ranks: int, seed: int) -> tuple[Engine, dict[tuple[str,
     )
     engine.policy, rng = random_policy(seed), Random(seed)
     engine.load_adapter("a", adapter_directory(r=3))
-    shared, found = random_tokens(11, 3).tolist(), dict[tuple[str, int], list[Chunk]]()
-
-    def take(events: object) -> None:
-        for event in events:
-            assert isinstance(event, Chunk)
-            found.setdefault((event.request, event.index), []).append(event)
-
+    for adapter, config in JOBS[:num_jobs]:
+        engine.submit_examples(examples_of((9, 14, 5, 11, 7)), config, adapter=adapter)
+    shared, served = random_tokens(11, 3).tolist(), Served(engine)
     for index in range(NUM_REQUESTS):
         prompt = random_tokens(rng.randrange(1, 24), index).tolist()
         if rng.random() < 0.4:
             prompt = shared + prompt
         engine.add(prompt, every_params(rng), adapter=rng.choice((None, None, "a")))
         for _ in range(rng.randrange(3)):
-            take(engine.step())
+            served.take(engine.step())
             engine.check_integrity()
-    take(drain(engine))
-    return engine, found
+    while engine.has_work:
+        served.take(engine.step())
+    return served
 
 
 def lines(chunks: list[Chunk]) -> list[TokenLogprob]:
@@ -130,12 +159,18 @@ def assert_same(found: list[Chunk], expected: list[Chunk]) -> None:
 
     def whole(chunks: list[Chunk]) -> object:
         tokens = [token for chunk in chunks for token in chunk.tokens]
-        ends = [(chunk.finish_reason, chunk.stop_reason, chunk.error, chunk.num_cached_tokens) for chunk in chunks]
+        ends = [(chunk.finish_reason, chunk.stop_reason, chunk.error) for chunk in chunks]
         named = [(line.token, line.rank, [token for token, _ in line.top]) for line in lines(chunks)]
         return tokens, "".join(chunk.text for chunk in chunks), ends[-1], named
 
     assert whole(found) == whole(expected)
     torch.testing.assert_close(numbers(found), numbers(expected), atol=BAR, rtol=BAR)
+
+
+def assert_served_alike(found: Served, expected: Served) -> None:
+    assert found.chunks.keys() == expected.chunks.keys() and len(expected.chunks) >= NUM_REQUESTS
+    for sequence, chunks in expected.chunks.items():
+        assert_same(found.chunks[sequence], chunks)
 
 
 @pytest.mark.parametrize("ranks_and_seed", long_but((2, 0), of=[(2, 0), (2, 1), (2, 2), (4, 1)]), ids=str)
@@ -146,15 +181,30 @@ def test_requests_of_every_kind_get_what_one_rank_gives(ranks_and_seed):
     they are.
     """
     num_ranks, seed = ranks_and_seed
-    (alone, expected), (divided, found) = (serve_every_kind(number, seed) for number in (1, num_ranks))
-    assert found.keys() == expected.keys() and len(found) >= NUM_REQUESTS
-    for sequence, chunks in expected.items():
-        assert_same(found[sequence], chunks)
-    assert divided.num_preemptions == alone.num_preemptions > 0
-    assert divided.stats().num_swapped_in == alone.stats().num_swapped_in > 0
-    assert_nothing_is_held(divided)
-    for engine in (alone, divided):
-        engine.device.close()
+    alone, divided = (serve_every_kind(number, seed) for number in (1, num_ranks))
+    assert_served_alike(divided, alone)
+    assert divided.engine.num_preemptions == alone.engine.num_preemptions > 0
+    assert divided.engine.stats().num_swapped_in == alone.engine.stats().num_swapped_in > 0
+    cached = [[chunk.num_cached_tokens for each in made.chunks.values() for chunk in each] for made in (divided, alone)]
+    assert cached[0] == cached[1] and any(cached[1])
+    assert_nothing_is_held(divided.engine)
+
+
+@pytest.mark.parametrize("seed", long_but(0, of=range(3)))
+def test_jobs_beside_requests_train_as_on_one_rank(seed):
+    """Four jobs of four methods: losses and norms of every optimizer step. A rank's pages are smaller by more than
+    what packs keep in them, so that plans are not the same.
+    """
+    alone, divided = (serve_every_kind(number, seed, num_jobs=4) for number in (1, 2))
+    assert_served_alike(divided, alone)
+    assert len(alone.steps) == 4
+    assert divided.steps.keys() == alone.steps.keys()
+    for job, steps in alone.steps.items():
+        found = divided.steps[job]
+        assert [event.step for event in found] == [event.step for event in steps] != []
+        for name in ("loss", "norm"):
+            own, theirs = (torch.tensor([getattr(event, name) for event in each]) for each in (found, steps))
+            torch.testing.assert_close(own, theirs, atol=0, rtol=BAR)
 
 
 @pytest.mark.parametrize(
