@@ -49,7 +49,7 @@ METHODS = {
     "full-fused": (FullConfig(), "gpt2"),
     "full-experts": (FullConfig(), "qwen3-moe"),
 }
-SHORT = ["lora", "pissa", "diff-pruning", "prefix-projection", "full-fused"]
+SHORT = ["lora", "diff-pruning", "full-fused"]
 NUM_STEPS = 4
 
 
@@ -184,7 +184,7 @@ SHARED = {
 
 
 @pytest.mark.parametrize("synchronization", ["synchronous", "local-sgd"])
-@pytest.mark.parametrize("method", long_but("lora", "p-tuning", of=SHARED))
+@pytest.mark.parametrize("method", long_but("lora", of=SHARED))
 def test_nodes_of_different_numbers_of_ranks_train_together(method, synchronization, tmp_path):
     config, family = SHARED[method]
     whole = whole_backbone(family)
