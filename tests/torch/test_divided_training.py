@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -183,7 +184,8 @@ def test_versions_are_pieces_of_what_one_rank_publishes(case):
         driver.train("job", opened, sequences)
         driver.step(updates=[Update("job", num_trained(sequences), 1)])
         driver.device.execute(PublishVersion("job", "version"))
-        version = driver.device._versions["version"]
+        device: Any = driver.device
+        version = device._versions["version"]
         return version.masters, version.graphs.states
 
     alone, _ = train(whole)
@@ -200,7 +202,7 @@ def test_an_objective_over_sequences_trains_as_on_one_rank(objective):
     whole, tuning = whole_backbone("qwen2"), replace(CONFIG, objective=objective)
     sequences = [each for pack in packs(2) for each in pack][:4]
     num_rows, num_lost = sum(len(tokens) for tokens, _ in sequences), num_trained(sequences)
-    extras = {}
+    extras: dict[str, Any] = {}
     if objective == "policy-gradient":  # of each token an advantage, and its log-probability when it was drawn
         extras["values"] = tuple((1 - number % 3, -4.5) for number in range(num_lost))
     elif objective == "kto":
@@ -320,7 +322,8 @@ def train_and_leave(backbone, config, tuning, directory, *, resumes, num_steps):
     driver.train("job", opened, sequences)
     norm = driver.step(updates=[Update("job", num_trained(sequences), 3)]).norms["job"]
     driver.device.execute(TakeCheckpoint("job", "copy"))
-    return norm, parameters_of(trainer), trainer.states, driver.device._checkpoints["copy"]
+    device: Any = driver.device
+    return norm, parameters_of(trainer), trainer.states, device._checkpoints["copy"]
 
 
 RESUMED = ["lora", "pissa", "diff-pruning", "prefix-projection", "bitfit", "full"]

@@ -231,7 +231,9 @@ def backbone_with_logits(values: Sequence[float]) -> Backbone:
     whole = make_backbone("llama", kernels="plain")
     weight = torch.zeros(whole.architecture.weight_shapes["lm_head.weight"])
     weight[:, 0] = torch.tensor(values)
-    norm = {"model.norm.weight": torch.ones_like(whole.weights["head"]["model.norm.weight"])}
+    scale = whole.weights["head"]["model.norm.weight"]
+    assert isinstance(scale, torch.Tensor)
+    norm = {"model.norm.weight": torch.ones_like(scale)}
     head = {**whole.weights["head"], **norm, "lm_head.weight": as_weight(weight)}
     return dataclass_replace(whole, weights={**whole.weights, "head": head})
 

@@ -1,5 +1,7 @@
 """Jobs beside requests on an engine whose model ranks divide come to what they come to on one rank."""
 
+from typing import Any
+
 import pytest
 import torch
 from engines import examples_of, greedy, make_engine, prompts_of, tokens_by_request, watched
@@ -56,7 +58,7 @@ def run(num_ranks, policy):
 
 def told(events):
     """Return what each job says of itself: what must be equal, and numbers that are sums."""
-    exact, sums = {}, {}
+    exact, sums = dict[str, list[Any]](), dict[str, list[float]]()
     for event in events:
         if isinstance(event, JobEvent):
             names = (
@@ -83,11 +85,12 @@ def test_jobs_beside_requests_come_to_what_they_come_to_on_one_rank(policy):
     for job, numbers in sums.items():
         assert own_sums[job] == pytest.approx(numbers, rel=2e-5, abs=1e-6)
     assert tokens_by_request(found) == tokens_by_request(expected)
-    versions, ranks = watched(one).inner._versions, [rank._versions for rank in lockstep(several).ranks]
+    inner: Any = watched(one).inner
+    versions, ranks = inner._versions, [rank._versions for rank in lockstep(several).ranks]
     assert versions and all(each.keys() == versions.keys() for each in ranks)
     for label, version in versions.items():
         states, masters = ranks[0][label].graphs.states, version.masters
-        whole = put_together([each[label].masters for each in ranks], masters, states)
+        whole = put_together([each[label].masters for each in ranks], masters, dict(states))
         for name, value in masters.items():
             torch.testing.assert_close(whole[name], value, atol=5e-6, rtol=1e-4)
     one.device.close()
