@@ -48,7 +48,7 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
         raise BudgetError(f"{hardware.name} has no link for {backbone.ranks.size} ranks: give its hardware one")
     local = backbone.local
     adapter = Adapter(backbone, LoraConfig(r=16, alpha=32, target_modules="all-linear"))
-    programs = training_programs(adapter)
+    programs = training_programs(adapter, link_flops_per_byte=_link_flops_per_byte(backbone, hardware))
     model, job = model_counts(backbone), job_counts(adapter, programs)
     timer, link, num_parts = _Timer(backbone), _LinkTimer(backbone, hardware), max(1, job.num_parts)
     blocks = [local.graphs[part] for part in local.parts[:-1]]
@@ -165,6 +165,14 @@ class _Timer:
     def _pass_s(self, on: Hardware, node: Node, cost: Cost) -> float:
         """Return nothing for what only hands tensors on, to other ranks included."""
         return 0.0 if _is_collective(node, cost) or not cost.bytes else on.pass_s(cost.flops, cost.bytes)
+
+
+def _link_flops_per_byte(backbone: Backbone, hardware: Hardware) -> float:
+    """Return the FLOPs that a rank computes while a gather moves a byte of a window's rows; 0 for one rank."""
+    if hardware.link is None or backbone.ranks.size == 1:
+        return 0.0
+    num_bytes = _ROWS_OF_TASKLET * backbone.architecture.hidden_size * backbone.dtype.itemsize
+    return hardware.flops_per_s * hardware.link.gather_s(num_bytes, backbone.ranks.size) / num_bytes
 
 
 class _LinkTimer:
