@@ -12,16 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from devices import Driver
+from engines import expected_tokens, greedy
 from msgspec.structs import replace
-from support import make_backbone, model_directory
+from support import make_backbone, model_directory, random_tokens
 
 from coserve.devices.group_device import GroupDevice
+from coserve.devices.messages import CloseRequest
 from coserve.devices.settings import DeviceSettings
+from coserve.devices.step_messages import RequestRows, StepBatch
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
 
 BLOCK, NUM_PAGES = 4, 3000
+PROMPT = tuple(random_tokens(11, 0).tolist())
 FAST = Hardware(name="fast", flops_per_s=1e14, bytes_per_s=1e14, call_s=1e-8)
 # How long a process that is to end may take.
 _END_S = 20.0
@@ -110,3 +115,17 @@ def are_gone(pids: tuple[int, ...]) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def generates_as_one_process(driver: Driver) -> bool:
+    """Return whether a request gets the tokens of transformers."""
+    tokens = driver.generate("request", PROMPT, greedy(4))
+    driver.device.execute(CloseRequest("request"))
+    return tuple(tokens) == expected_tokens(PROMPT, 4)
+
+
+def begin(driver: Driver, request: str) -> None:
+    """Begin a step of one request."""
+    driver.open(request, greedy(1))
+    rows = RequestRows(request, 0, PROMPT, driver.pages_for(len(PROMPT)), samples=True)
+    driver.device.submit(StepBatch(step=0, requests=(rows,)))

@@ -1,28 +1,23 @@
-"""A device of several ranks, which are processes: against one process, and when a rank fails, dies or stands still."""
+"""A device of several ranks, which are processes, against one process, and when one of them fails."""
 
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import count
-from pathlib import Path
-from random import Random
 
 import pytest
 import rank_devices
 import torch
 from devices import Driver
 from engines import adapter_directory, expected_tokens, greedy
-from rank_devices import are_gone, failing_group
-from support import model_directory, random_tokens
+from rank_devices import PROMPT, begin, failing_group, generates_as_one_process
+from support import model_directory, random_sequences
 
+from coserve.adapters import LoraConfig
 from coserve.devices import cpu_threads
 from coserve.devices.cpu_threads import share_of_cores, worthwhile_threads
 from coserve.devices.grammar import Grammar
 from coserve.devices.group_device import GroupDevice
+from coserve.devices.job_messages import CloseTrainer, DropTrainer
+from coserve.devices.loading import open_device
 from coserve.devices.matching import Vocabulary
 from coserve.devices.messages import (
     CloseGrammar,
@@ -33,19 +28,18 @@ from coserve.devices.messages import (
     OpenVersion,
     SetVocabulary,
 )
-from coserve.devices.rank_process import DeviceProcess
-from coserve.devices.step_messages import RequestRows, StepBatch
+from coserve.devices.step_messages import RequestRows, Tasklets, Update
 from coserve.errors import (
     AdapterError,
-    BudgetError,
-    DeviceGoneError,
     DeviceMemoryError,
     RequestError,
-    UnknownModelError,
 )
+from coserve.tuning.config import OptimizerConfig, TuningConfig
 
-NUM_KILLS = 50
-PROMPT = tuple(random_tokens(11, 0).tolist())
+SEQUENCES = random_sequences((9, 14, 6))
+NUM_TRAINED = sum(sum(trained[1:]) for _, trained in SEQUENCES)
+LORA = LoraConfig(r=4, alpha=8, target_modules="all-linear").to_peft()
+CONFIG = TuningConfig(seed=3, optimizer=OptimizerConfig(learning_rate=1e-2, eps=1e-3))
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -62,20 +56,6 @@ def driver(group) -> Driver:
 
 def num_ranks(driver: Driver) -> int:
     return len(driver.device.pids)
-
-
-def generates_as_one_process(driver: Driver) -> bool:
-    """Return whether a request gets the tokens of transformers."""
-    tokens = driver.generate("request", PROMPT, greedy(4))
-    driver.device.execute(CloseRequest("request"))
-    return tuple(tokens) == expected_tokens(PROMPT, 4)
-
-
-def begin(driver: Driver, request: str) -> None:
-    """Begin a step of one request."""
-    driver.open(request, greedy(1))
-    rows = RequestRows(request, 0, PROMPT, driver.pages_for(len(PROMPT)), samples=True)
-    driver.device.submit(StepBatch(step=0, requests=(rows,)))
 
 
 # -- what ranks do together -----------------------------------------------------------
@@ -98,6 +78,29 @@ def test_requests_of_two_versions_share_a_step(driver):
     assert (result.tokens["of "].token,) == expected_tokens(PROMPT, 1)
     assert (result.tokens["of v"].token,) == expected_tokens(PROMPT, 1, **lora)
     driver.step(commands=[CloseRequest("of v"), DropVersion("v")])
+
+
+def test_a_job_beside_a_request_trains_as_in_one_process(driver):
+    """Two optimizer steps, of which the second shows what the first has changed."""
+    found = []
+    for each in (Driver(open_device(rank_devices.settings(1))), driver):
+        opened = each.open_trainer("job", CONFIG, adapter=LORA)
+        packs = [each.train("job", opened, SEQUENCES, window=7, tasklet=5).packs["job"]]
+        norms = [each.step(updates=[Update("job", NUM_TRAINED, 2)]).norms["job"]]
+        each.forward_and_loss("job", opened, SEQUENCES)
+        each.open("beside", greedy(1))
+        rows = RequestRows("beside", 0, PROMPT, each.pages_for(len(PROMPT)), samples=True)
+        result = each.step(requests=[rows], tasklets=[Tasklets("job", 1000, 3)])
+        assert (result.tokens["beside"].token,) == expected_tokens(PROMPT, 1)
+        packs.append(result.packs["job"])
+        last = each.step(updates=[Update("job", NUM_TRAINED, 2)], commands=[CloseRequest("beside")])
+        norms.append(last.norms["job"])
+        each.step(commands=[CloseTrainer("job"), DropTrainer("job")])
+        found.append(([pack.loss for pack in packs], norms))
+    (losses, norms), (losses_of_ranks, norms_of_ranks) = found
+    assert losses[1] < 0.99 * losses[0]
+    assert losses_of_ranks == pytest.approx(losses, rel=1e-5)
+    assert norms_of_ranks == pytest.approx(norms, rel=1e-4)
 
 
 def test_each_rank_has_its_own_process_and_a_share_of_the_cores(driver):
@@ -152,6 +155,17 @@ def test_a_command_that_one_rank_cannot_do_is_undone_on_the_others(driver):
         assert generates_as_one_process(driver)
 
 
+def test_a_trainer_that_one_rank_cannot_open_is_taken_back_on_the_others(driver):
+    for rank in range(num_ranks(driver)):
+        job = f"fails-on-{rank}"
+        with pytest.raises(DeviceMemoryError) as raised:
+            driver.open_trainer(job, CONFIG, adapter=LORA)
+        assert str(raised.value) == "no room for OpenTrainer" + on_rank(driver, rank)
+        with pytest.raises(RuntimeError, match=f"^KeyError: '{job}'"):  # on all ranks alike
+            driver.try_step(updates=[Update(job, 1, 1)])
+        assert generates_as_one_process(driver)
+
+
 def test_an_error_of_all_ranks_names_none(driver):
     with pytest.raises(AdapterError, match=r"^/nowhere has no adapter_config.json; give .*save_pretrained$"):
         driver.device.execute(OpenVersion("w", "/nowhere"))
@@ -200,167 +214,6 @@ def test_a_step_for_which_one_rank_has_no_memory_has_failed_on_all(driver):
         assert generates_as_one_process(driver)
 
 
-# -- ends -----------------------------------------------------------------------------
-
-
-def test_a_group_that_cannot_start_says_why():
-    for changed, error, message in (
-        ({"model": "/nowhere"}, UnknownModelError, "'/nowhere' is not a directory"),
-        ({"memory_bytes": 1}, BudgetError, r"^the page pool needs [0-9]+ bytes or more, for two pages$"),
-    ):
-        with pytest.raises(error, match=message):
-            GroupDevice(rank_devices.settings(2, **changed))
-
-
-def test_an_error_at_the_start_of_one_rank_ends_that_of_all(tmp_path):
-    """Before it has joined the others, which wait for it."""
-    before = """
-from coserve.devices import cpu_threads
-from coserve.errors import DeviceMemoryError
-
-def worthwhile_threads(*given):
-    if RANK == 1:
-        raise DeviceMemoryError("no room for threads")
-    return 1
-
-cpu_threads.worthwhile_threads = worthwhile_threads
-"""
-    with pytest.raises(DeviceMemoryError, match=r"^no room for threads \(on rank 1\)$"):
-        failing_group(tmp_path, 2, before=before, threads=None)
-
-
-@pytest.mark.long
-def test_a_rank_that_dies_at_the_start_ends_that_of_all(tmp_path):
-    with pytest.raises(DeviceGoneError, match=r"^rank 1 \(process \d+\) has ended before it was ready$"):
-        failing_group(tmp_path, 2, before="if RANK == 1: sys.exit(3)")
-
-
-@pytest.mark.parametrize(("killed", "is_in_step"), [(1, False), (0, True)])
-def test_ranks_end_together_and_nobody_waits_for_them(tmp_path, killed, is_in_step):
-    device = failing_group(tmp_path, 2)
-    driver, pids = Driver(device), device.pids
-    if is_in_step:
-        begin(driver, "sleeps-on-1")
-        wait_for(tmp_path / "asleep")
-    else:
-        assert generates_as_one_process(driver)
-        device.submit(StepBatch(step=1))
-        device.collect()
-    os.kill(pids[killed], signal.SIGKILL)
-    for _ in range(2):
-        if not is_in_step:
-            device.submit(StepBatch(step=2))
-        is_in_step = False
-        with pytest.raises(DeviceGoneError, match=r"rank \d .*has ended"):
-            device.collect()
-        with pytest.raises(DeviceGoneError, match=r"rank \d .*has ended"):
-            driver.open("s", greedy(1))
-    assert are_gone(pids), "an orphan, before the device is closed"
-    device.close()
-    device.close()
-
-
-def test_a_rank_that_stands_still_ends_the_group(tmp_path):
-    device = failing_group(tmp_path, 2, rank_timeout_s=1.0)
-    assert generates_as_one_process(Driver(device))
-    os.kill(device.pids[1], signal.SIGSTOP)
-    with pytest.raises(DeviceGoneError, match=r"rank 1 \(process \d+\) did not come within 1 s"):
-        device.execute(CountCommands())
-    assert are_gone(device.pids)
-    device.close()
-
-
-@pytest.mark.long
-def test_calls_in_other_threads_end_with_the_group(tmp_path):
-    device = failing_group(tmp_path, 2)
-    begin(Driver(device), "sleeps-on-1")
-    wait_for(tmp_path / "asleep")
-    with ThreadPoolExecutor() as pool:
-        opened = pool.submit(device.execute, OpenVersion("v", adapter_directory()))
-        closed = pool.submit(device.execute, CloseGrammar(Grammar(kind="regex", text="a")))
-        device.close()
-        for each in (opened, closed):
-            with pytest.raises(DeviceGoneError, match="is closed"):
-                each.result(60)
-    with pytest.raises(DeviceGoneError, match="is closed"):
-        device.collect()
-
-
-@pytest.mark.long
-def test_a_call_that_is_interrupted_between_two_ranks_ends_the_group(tmp_path, monkeypatch):
-    """One rank has it, and the other never will."""
-    device = failing_group(tmp_path, 2)
-    real = DeviceProcess.call
-
-    def call(self, *given):
-        if self.pid == device.pids[1]:
-            raise KeyboardInterrupt
-        return real(self, *given)
-
-    monkeypatch.setattr(DeviceProcess, "call", call)
-    with pytest.raises(KeyboardInterrupt):
-        device.execute(CountCommands())
-    with pytest.raises(DeviceGoneError, match="a call was interrupted"):
-        device.execute(CountCommands())
-    assert are_gone(device.pids)
-    device.close()
-
-
-@pytest.mark.long
-def test_ranks_end_with_the_process_that_started_them():
-    """Even if that is killed, in the middle of a step."""
-    code = (
-        "import time; from coserve.devices.group_device import GroupDevice; from rank_devices import settings\n"
-        "device = GroupDevice(settings(2)); print(*device.pids, flush=True); time.sleep(600)"
-    )
-    path = os.pathsep.join([str(Path(rank_devices.__file__).parent), *sys.path])
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
-    assert parent.stdout is not None
-    with parent.stdout:
-        pids = tuple(map(int, parent.stdout.readline().split()))
-        parent.kill()
-        parent.wait()
-    assert len(pids) == 2 and are_gone(pids)
-
-
-@pytest.mark.long
-def test_no_rank_outlives_another_one_whenever_that_is_killed(tmp_path):
-    """Fifty times: at a random moment of requests, commands and steps, a random rank."""
-    random, noticed_s = Random(7), list[float]()
-    for number in range(NUM_KILLS):
-        directory = tmp_path / str(number)
-        directory.mkdir()
-        device = failing_group(directory, 2)
-        with ThreadPoolExecutor(1) as pool:
-            ended = pool.submit(work_until_gone, device)
-            time.sleep(random.uniform(0.0, 0.5))
-            os.kill(random.choice(device.pids), signal.SIGKILL)
-            killed_s = time.monotonic()
-            noticed_s.append(ended.result(60) - killed_s)
-        assert are_gone(device.pids), f"an orphan of kill {number}"
-        device.close()
-    noticed_s.sort()
-    assert noticed_s[len(noticed_s) // 2] < 1.0, noticed_s
-    assert noticed_s[-1] < 10.0, noticed_s
-
-
-def work_until_gone(device: GroupDevice) -> float:
-    """Return when a device that does all kinds of things has gone."""
-    try:
-        for number in count():
-            driver = Driver(device)  # which gives out pages from the bottom again
-            device.execute(OpenVersion("v", adapter_directory()))
-            driver.generate(f"plain {number}", PROMPT, greedy(3), chunk=5)
-            driver.generate(f"with {number}", PROMPT, greedy(3), version="v")
-            closed = [CloseRequest(f"plain {number}"), CloseRequest(f"with {number}"), DropVersion("v")]
-            driver.step(commands=closed)
-    except DeviceGoneError:
-        return time.monotonic()
-    raise AssertionError("it works for ever")
-
-
 def on_rank(driver: Driver, rank: int) -> str:
     """Return what follows an error of one rank."""
     return f" (on rank {rank})" if num_ranks(driver) > 1 else ""
@@ -368,11 +221,3 @@ def on_rank(driver: Driver, rank: int) -> str:
 
 def num_answered(driver: Driver) -> int:
     return driver.device.execute(CountCommands()).num_answered
-
-
-def wait_for(path: Path) -> None:
-    """Wait until a rank has written a file."""
-    start_s = time.monotonic()
-    while not path.exists():
-        assert time.monotonic() - start_s < 120
-        time.sleep(0.001)
