@@ -1,6 +1,6 @@
 """What adapters may take of a device's memory: asked before they take it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
@@ -39,6 +39,7 @@ class AdapterMemory:
         *,
         host_is_apart: bool | None = None,
         group: RankGroup | None = None,
+        num_held: Callable[[AdapterLayout], int] = lambda layout: layout.num_parameters,
     ) -> None:
         """Begin with nothing taken.
 
@@ -48,8 +49,9 @@ class AdapterMemory:
             host_is_apart: whether the host's memory is not the device's; None: as PyTorch says.
             group: of a model that ranks hold together: each verdict is that of the rank with the least memory, so that
                 all ranks ask together. On a CPU each rank has its share of the memory.
+            num_held: returns how many of an adapter's parameters a rank holds at most.
         """
-        self._device, self._group = device, group or SingleRank()
+        self._device, self._group, self._num_held = device, group or SingleRank(), num_held
         self._host_is_apart = device.type != "cpu" if host_is_apart is None else host_is_apart
         # Where the model is float32, what is trained is what is computed with.
         self._copy_bytes = 0 if dtype == torch.float32 else dtype.itemsize
@@ -61,7 +63,8 @@ class AdapterMemory:
     @contextmanager
     def for_serving(self, what: str, layout: AdapterLayout) -> Iterator[None]:
         """While an adapter is being loaded; AdapterTooLargeError, before it is, if there is not enough memory."""
-        with self._taking(what, layout, layout.num_parameters * (4 + self._copy_bytes) + self._others_bytes(layout)):
+        num_bytes = self._num_held(layout) * (4 + self._copy_bytes) + self._others_bytes(layout)
+        with self._taking(what, layout, num_bytes):
             yield
 
     @contextmanager
@@ -75,7 +78,7 @@ class AdapterMemory:
     def training_bytes(self, layout: AdapterLayout, num_more: int = 0) -> int:
         """The least that must be there to train an adapter; see `for_training`."""
         num_copies = _TRAINING_COPIES + num_more - (_MOMENT_COPIES if self._host_is_apart else 0)
-        return layout.num_parameters * (4 * num_copies + self._copy_bytes) + self._others_bytes(layout)
+        return self._num_held(layout) * (4 * num_copies + self._copy_bytes) + self._others_bytes(layout)
 
     def _others_bytes(self, layout: AdapterLayout) -> int:
         """Return the bytes of what is not trained: what follows from parameters, and weights that an adapter brings."""

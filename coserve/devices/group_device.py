@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock
+from threading import Event, Lock
 from typing import NamedTuple
 
 from coserve.devices.clock import WallClock
@@ -65,6 +65,7 @@ class GroupDevice:
         """Why the group has ended; "" while it has not."""
         self._returncode: int | None = None
         """How the rank has ended that ended the group; None if that is not known."""
+        self._has_ended = Event()
         self._has_started = self._is_closed = False
         self._step: _Sent | None = None  # under way
         self._messages: SimpleQueue[tuple[int, FromDevice | None]] = SimpleQueue()
@@ -173,6 +174,7 @@ class GroupDevice:
             if self._gone:
                 return
             self._gone, self._returncode = reason, returncode
+            self._has_ended.set()
         self._arena.end(reason)
         for each in self._ranks:
             each.kill()
@@ -200,7 +202,7 @@ class GroupDevice:
     def _reply(self, sent: "_Sent") -> Reply | StepResult:
         """Wait for the answers to a call, and return that of rank 0."""
         if not sent.answers:
-            raise DeviceGoneError(self._gone, self._returncode)
+            raise self._gone_error(DeviceGoneError("a rank has ended"))
         first, is_beside = sent.answers[0], isinstance(sent.command, BESIDE_STEPS_OF_RANKS)
         if not is_beside and first.exception() is None and not _has_failed(reply := first.result()):
             for each in self._ranks[1:]:
@@ -221,7 +223,10 @@ class GroupDevice:
         raise _error_of(errors, self._size)
 
     def _gone_error(self, error: BaseException) -> DeviceGoneError:
-        """Return why the group has ended, of which this error may be a consequence."""
+        """Return why the group has ended, of which this error may be a consequence: another rank may have noticed the
+        end of one before it is known here how that has ended.
+        """
+        self._has_ended.wait(2 * _END_S)
         return DeviceGoneError(self._gone or str(error), self._returncode)
 
 

@@ -19,13 +19,14 @@ from coserve.devices.messages import (
     OpenRequest,
     OpenVersion,
 )
+from coserve.devices.swap_messages import MovePages
 
 
 def inverses_of(command: Command) -> tuple[Command, ...]:
     """Return the commands that take a command back, in order; none for one that leaves nothing on the device.
 
-    `TakeContribution` and `CombineContributions` are not taken back: a sender that asks again gets what is there,
-    and the others do what is missing.
+    `TakeContribution` and `CombineContributions` are not taken back. Sent again, they do what is missing; where that
+    needs collectives on some ranks alone, the group ends, and the engine starts anew.
     """
     match command:
         case OpenRequest():
@@ -38,6 +39,8 @@ def inverses_of(command: Command) -> tuple[Command, ...]:
             return CloseTrainer(command.job), DropTrainer(command.job)
         case BeginPack():
             return (DropPack(command.job),)
+        case MovePages():  # which are whole still: no row has been written since
+            return (MovePages(command.targets, command.pages),)
         case PublishVersion():
             return (DropVersion(command.version),)
         case TakeCheckpoint():

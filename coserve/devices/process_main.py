@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -19,8 +19,8 @@ import torch
 
 from coserve.devices.cpu_threads import bind_to_share, worthwhile_threads
 from coserve.devices.loading import open_device, prepare_kernels
-from coserve.devices.messages import Command, Reply
-from coserve.devices.process_memory import bound_compiled_products, keep_freed_memory
+from coserve.devices.messages import BESIDE_STEPS, BESIDE_STEPS_OF_RANKS, Command, DescribeRanks, Reply
+from coserve.devices.process_memory import bound_compiled_products, give_back_freed_memory, keep_freed_memory
 from coserve.devices.rank_device import RankDevice
 from coserve.devices.settings import DeviceSettings
 from coserve.devices.step_messages import StepBatch, StepResult
@@ -33,6 +33,9 @@ from coserve.models.backbone import find_device
 from coserve.sandbox.parent_death import end_with_parent
 
 _log = logging.getLogger(__name__)
+
+# After which time without work a process gives back the memory that it has kept.
+_REST_S = 1.0
 
 
 class Seat(NamedTuple):
@@ -50,24 +53,42 @@ def main(descriptor: int, seat: Seat | None = None) -> None:
     if seat is not None:
         bind_to_share(seat.rank, seat.size)
     connection = Connection(socket.socket(fileno=descriptor), ToDevice)
-    messages: SimpleQueue[Any] = SimpleQueue()
-    Thread(target=_receive, args=(connection, messages), daemon=True).start()
+    messages, beside = SimpleQueue[Any](), SimpleQueue[Call]()
+    kinds = BESIDE_STEPS if seat is None or seat.size == 1 else BESIDE_STEPS_OF_RANKS
+    Thread(target=_receive, args=(connection, messages, beside, kinds), daemon=True).start()
     device = _start(messages.get(), connection, seat)
-    while device is not None:
-        call = messages.get()
-        if isinstance(call.command, device.beside):
-            Thread(target=_answer_beside, args=(device, call, connection)).start()
-        else:
-            _answer(device, call, connection)
+    if device is None:
+        return
+    Thread(target=_answer_all_beside, args=(device, beside, connection), daemon=True).start()
+    rests = False
+    while True:
+        try:
+            call = messages.get(timeout=None if rests else _REST_S)
+        except Empty:
+            give_back_freed_memory()
+            rests = True
+            continue
+        rests = rests and isinstance(call.command, DescribeRanks)
+        _answer(device, call, connection)
 
 
-def _receive(connection: Connection, messages: "SimpleQueue[Any]") -> None:
+def _receive(
+    connection: Connection, messages: "SimpleQueue[Any]", beside: "SimpleQueue[Call]", kinds: tuple[type, ...]
+) -> None:
     """Take messages while the device works; at their end, or at one that cannot be understood, end the process in the
     middle of it.
+
+    Args:
+        connection: to the process that gives the commands.
+        messages: gets those that are carried out one after the other.
+        beside: gets the calls that are carried out beside steps.
+        kinds: commands of the latter.
     """
     try:
         while True:
-            messages.put(connection.receive())
+            message = connection.receive()
+            is_beside = isinstance(message, Call) and isinstance(message.command, kinds)
+            (beside if is_beside else messages).put(message)
     except EOFError:
         os._exit(0)
     except Exception:
@@ -121,6 +142,12 @@ def _answer(device: RankDevice, call: Call, connection: Connection) -> None:
     has_failed = isinstance(reply, StepResult) and reply.failure is not None
     if device.answers_for_all or has_failed:
         connection.send(Done(call.call, reply))
+
+
+def _answer_all_beside(device: RankDevice, calls: "SimpleQueue[Call]", connection: Connection) -> None:
+    """Answer calls that need no turn among the others, each in a thread of its own."""
+    while True:
+        Thread(target=_answer_beside, args=(device, calls.get(), connection)).start()
 
 
 def _answer_beside(device: RankDevice, call: Call, connection: Connection) -> None:

@@ -6,7 +6,7 @@ before anybody is told: where one failed, the command is undone on the others, a
 
 from msgspec.structs import replace
 
-from coserve.devices.messages import BESIDE_STEPS, BESIDE_STEPS_OF_RANKS, Command, DeviceInfo, Reply
+from coserve.devices.messages import Command, DeviceInfo, Reply
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.torch_device import TorchDevice
 from coserve.errors import RankError, RankGoneError
@@ -14,12 +14,10 @@ from coserve.kernels.groups.base import RankGroup
 
 
 class RankDevice:
-    """A device with its place in a group, which may be a group of one. One thread calls it, except as `beside` says."""
+    """A device with its place in a group, which may be a group of one. One thread calls all but `execute_beside`."""
 
     def __init__(self, device: TorchDevice, group: RankGroup) -> None:
         self._device, self._group = device, group
-        self.beside = BESIDE_STEPS if group.size == 1 else BESIDE_STEPS_OF_RANKS
-        """Commands that threads may give to `execute_beside` while the one thread is in another call."""
 
     @property
     def info(self) -> DeviceInfo:
@@ -32,7 +30,7 @@ class RankDevice:
         return self._group.rank == 0
 
     def execute_beside(self, command: Command) -> Reply:
-        """Carry out a command that uses no collective; it may fail here and be done on other ranks."""
+        """Carry out a command of `BESIDE_STEPS_OF_RANKS`, from any thread; it may fail here and be done on others."""
         return self._device.execute(command)
 
     def execute(self, command: Command) -> Reply:
@@ -52,7 +50,7 @@ class RankDevice:
         except RankGoneError:
             raise
         except RankError as error:
-            self._device.undo(command)
+            self._undo(command)
             self._end_call(error)
             raise
         return reply
@@ -68,6 +66,14 @@ class RankDevice:
             self.execute(command)
         self._device.submit(replace(batch, commands=()) if batch.commands else batch)
         return self._device.collect()
+
+    def _undo(self, command: Command) -> None:
+        """Take a command back; RankGoneError if it cannot be, since ranks would differ from then on."""
+        try:
+            self._device.undo(command)
+        except Exception as error:
+            what = f"rank {self._group.rank} cannot take back {type(command).__name__}: {error}"
+            raise RankGoneError(what) from error
 
     def _end_call(self, error: Exception) -> None:
         """Have a call that has failed here fail on all ranks, and the group ready for the next."""

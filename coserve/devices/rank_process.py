@@ -1,7 +1,7 @@
 """A process that runs a device, or one rank of it: it is started, called by number, and ended.
 
 The process ends with this one, however this one ends: it sees the end of the socket, and on Linux the kernel kills it
-with the thread that started it, so start it in one that lasts.
+with the thread that started it, which is one that lasts as long.
 """
 
 import logging
@@ -76,17 +76,33 @@ class DeviceProcess:
             start: starts the process.
         """
         own, its = socket.socketpair()
-        with its:
-            self._process = start([str(its.fileno()), *arguments], [its.fileno(), *inherited])
         self._connection = Connection(own, FromDevice)
         self._on_start, self._on_end = on_start, on_end
         self._calls: dict[int, Answer] = {}
         self._lock, self._has_ended = Lock(), False
         self.why_group_ends = ""
         """What the process has said last, if that is that its group cannot continue; "" otherwise."""
-        self._gone = f"the device's process ({self.pid}) has ended"
-        self._receiver = Thread(target=self._receive, name="device replies", daemon=True)
+        started: Future[StartedProcess] = Future()
+
+        def run() -> None:
+            with its:
+                try:
+                    self._process = start([str(its.fileno()), *arguments], [its.fileno(), *inherited])
+                except BaseException as error:
+                    started.set_exception(error)
+                    return
+            self._gone = f"the device's process ({self.pid}) has ended"
+            started.set_result(self._process)
+            self._receive()
+
+        # It starts the process, too, which ends with the thread that has started it.
+        self._receiver = Thread(target=run, name="device replies", daemon=True)
         self._receiver.start()
+        try:
+            started.result()
+        except Exception:
+            own.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -158,11 +174,13 @@ class DeviceProcess:
         with self._lock:
             self._has_ended = True
             calls, self._calls = self._calls, {}
-        self._on_end()
-        for answer in calls.values():
-            answer.set_exception(DeviceGoneError(self._gone))
-        self._on_start(None)
-        self._reap()
+        try:
+            self._on_end()
+        finally:
+            for answer in calls.values():
+                answer.set_exception(DeviceGoneError(self._gone))
+            self._on_start(None)
+            self._reap()
 
     def _take(self, message: FromDevice) -> None:
         if isinstance(message, LoadingProgress | KernelsPrepared | Started) or message.call is None:

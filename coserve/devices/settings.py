@@ -38,4 +38,4 @@ class DeviceSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     may_be_provisional: bool = False
     """Whether a quick and cautious profile will do, which `MeasureDevice` replaces."""
     num_ranks: int = 1
-    rank_timeout_s: float = 600.0
+    rank_timeout_s: float = 3600.0

@@ -7,6 +7,7 @@ there it says that it has one unit.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from coserve.adapters.base import Adapter
 from coserve.adapters.full_model import serve_full_model
+from coserve.adapters.full_weights import num_held_parameters
 from coserve.adapters.peft_directory import load_adapter, read_config, save_adapter
 from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.base import Clock
@@ -121,7 +123,9 @@ class TorchDevice:
             self._host = HostPages(self._pages, num_slots=num_host_pages)
             self._pages.capture()
         self._page_files, self._others = PageFiles(self._pages), OtherModels(backbone, self._pages)
-        self._adapter_memory = AdapterMemory(backbone.device, backbone.dtype, group=backbone.group)
+        self._adapter_memory = AdapterMemory(
+            backbone.device, backbone.dtype, group=backbone.group, num_held=partial(num_held_parameters, backbone)
+        )
         self._versions, self._trainers = dict[str, Adapter](), dict[str, TorchTrainer]()
         self._requests = TorchRequests(self._pages, self._versions)
         # The job that trains the backbone's own weights, or did; now, and before the last trainer was opened.

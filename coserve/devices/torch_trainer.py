@@ -252,6 +252,8 @@ class TorchTrainer:
         masters = self.adapter.masters if replaced is None else replaced.parameters
         try:
             state = read_state(path, masters, self._held(self.states))
+            # Weights that serve may be changed next: only once each rank has read its part of them.
+            self.adapter.backbone.group.barrier()
             if replaced is not None:
                 state = replaced.load_state(state)
             state = self.adapter.load_state(state)

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from coserve.devices.rank_places import num_usable_cores
 from coserve.devices.rank_process import StartedProcess, StartProcess, start_program
+from coserve.errors import DeviceGoneError
 
 _MAX_BYTES, _MAX_DESCRIPTORS = 1 << 16, 8
 # Descriptors of a blank process from here on are its own; those that it is sent get their old numbers, below.
@@ -48,7 +49,10 @@ class _RankForks:
         """Start a process of `process_main` on one of them."""
         rank = self._blank.pop(0)
         message = json.dumps({"arguments": list(arguments), "descriptors": list(descriptors)}).encode()
-        socket.send_fds(rank.control, [message], list(descriptors))
+        try:
+            socket.send_fds(rank.control, [message], list(descriptors))
+        except OSError:
+            raise DeviceGoneError(f"a rank's process ({rank.pid}) has ended before it was ready") from None
         rank.control.close()
         return rank
 

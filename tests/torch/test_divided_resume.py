@@ -22,18 +22,22 @@ from rank_training import (
     trainer_of,
 )
 from ranks import whole_backbone
+from safetensors.torch import load_file, save_file
 
 from coserve.adapters import LoraConfig
 from coserve.adapters.methods.full import FullConfig
 from coserve.devices.job_messages import (
     OPTIMIZER_FILE,
     CombineContributions,
+    OpenTrainer,
     ReadContributions,
     TakeCheckpoint,
     TakeContribution,
     WriteCheckpoint,
 )
+from coserve.devices.rank_device import RankDevice
 from coserve.devices.step_messages import Update
+from coserve.errors import AdapterError, RankError
 from coserve.kernels.groups.threads import run_ranks, thread_groups
 from coserve.models.dividing import divided_backbone
 from coserve.models.shared_files import named_when_written
@@ -225,3 +229,41 @@ def test_nodes_of_different_numbers_of_ranks_train_together(method, synchronizat
         first, second = (whole_parameters([job for job, _ in ranks], at_first) for ranks in nodes)
         assert distance(first, alone.parameters) < 1e-5 * moved
         assert distance(second, first) < 1e-5 * moved
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_leaves_the_served_weights_of_all(tmp_path):
+    whole, tuning, config = whole_backbone("llama"), replace(CONFIG, live=True), FullConfig()
+
+    def begin(group):
+        driver = make_driver(divided_backbone(own_copy(whole), group))
+        driver.open_trainer("job", tuning, adapter=config.to_peft())
+        with torch.inference_mode():
+            for master in trainer_of(driver, "job").adapter.masters.values():
+                master.mul_(1.5)
+        driver.device.execute(TakeCheckpoint("job", "copy"))
+        driver.device.execute(WriteCheckpoint("copy", str(tmp_path)))
+
+    with named_when_written(tmp_path):
+        run_ranks(2, begin)
+    tensors = load_file(tmp_path / OPTIMIZER_FILE)
+    tensors["model.layers.0.mlp.gate_proj.weight/value"][-1, 0] = float("nan")  # in the rows of rank 1
+    save_file(tensors, tmp_path / OPTIMIZER_FILE, metadata={"format": "pt"})
+
+    def resume(group):
+        backbone = divided_backbone(own_copy(whole), group)
+        device = RankDevice(make_driver(backbone).device, group)
+        before = [tensor.clone() for tensor in weights_of(backbone)]
+        command = OpenTrainer(
+            job="job", config=tuning, mean_context_len=8.0, adapter=config.to_peft(), checkpoint=str(tmp_path)
+        )
+        with pytest.raises(AdapterError if group.rank else RankError):
+            device.execute(command)
+        return all(map(torch.equal, before, weights_of(backbone)))
+
+    assert run_ranks(2, resume) == [True, True]
+
+
+def weights_of(backbone):
+    """Return the tensors of all weights that serve."""
+    values = [value for weights in backbone.weights.values() for value in weights.values()]
+    return [value if isinstance(value, torch.Tensor) else value.tensors()[0] for value in values]

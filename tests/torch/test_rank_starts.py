@@ -8,11 +8,14 @@ import pytest
 import torch
 from lengths import long_but
 from peft_methods import CASES, config_of
+from rank_training import own_copy
 from ranks import whole_backbone
 from support import model_directory
 
 from coserve.adapters import Adapter, LoraConfig
+from coserve.adapters.full_weights import num_held_parameters
 from coserve.adapters.layout import AdapterLayout
+from coserve.adapters.methods.full import FullConfig
 from coserve.devices import adapter_memory, kept_profiles, loading, process_memory, profiled_pieces, profiling
 from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.counting import trainer_opened
@@ -173,6 +176,18 @@ def test_an_adapter_is_too_large_for_all_ranks_or_for_none(monkeypatch):
         return found
 
     assert run_ranks(2, run) == [[True, False]] * 2
+
+
+def test_a_rank_needs_memory_for_its_pieces_of_a_model_that_is_trained_whole():
+    whole, config = whole_backbone("llama"), FullConfig()
+    layout = config.sizes(whole.architecture)
+
+    def count(group: RankGroup) -> tuple[int, int]:
+        backbone = divided_backbone(own_copy(whole), group)
+        return num_held_parameters(backbone, layout), config.create(backbone, seed=0).num_parameters
+
+    for counted, held in run_ranks(2, count):
+        assert counted == held < 0.6 * layout.num_parameters
 
 
 # Which need whole weights to begin with; their sizes are those of a LoRA.

@@ -77,7 +77,8 @@ class RankGroup(ABC):
         Tensors lie end to end in one buffer, as many as fit; the results lie there, too.
 
         Args:
-            tensors: of one type, as many on every rank and of the same shapes; may be overwritten.
+            tensors: of one type, as many on every rank and of the same shapes; not changed, so that they can be summed
+                again if a later buffer fails.
             name: for messages.
         """
         if self.size == 1:
@@ -85,7 +86,7 @@ class RankGroup(ABC):
         found: list[Tensor] = []
         for some in _in_buffers(tensors):
             if len(some) == 1:  # which may be larger than a buffer
-                found.append(self.sum_(some[0].contiguous(), name))
+                found.append(self.sum(some[0], name))
                 continue
             buffer = self.sum_(torch.cat([tensor.flatten() for tensor in some]), name)
             parts = torch.split(buffer, [tensor.numel() for tensor in some])
