@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from coserve.models.families import build_architecture
-from coserve.models.source import find_model
+from coserve.models.source import find_fetched, find_model
 
 # Threads meet at the end of every product. Those of smaller models take microseconds, so that threads wait for one
 # another longer than they compute; and far longer yet if another process has one of their cores for a moment.
@@ -18,7 +18,8 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 def worthwhile_threads(model: str, num_ranks: int = 1) -> int:
     """Return the threads of each rank: one for a model of few weights, otherwise an equal share of PyTorch's own."""
-    shapes = build_architecture(find_model(model, with_weights=False).config).weight_shapes
+    source = find_model(model, with_weights=False) if num_ranks == 1 else find_fetched(model)
+    shapes = build_architecture(source.config).weight_shapes
     is_small = sum(map(prod, shapes.values())) < _FEW_WEIGHTS
     return 1 if is_small else max(1, torch.get_num_threads() // num_ranks)
 

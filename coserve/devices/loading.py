@@ -15,7 +15,7 @@ from coserve.kernels.groups.base import RankGroup
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.memory.paged_states import num_state_pages
 from coserve.models.backbone import Backbone, build_backbone, find_device
-from coserve.models.source import find_model
+from coserve.models.source import find_fetched, find_model
 from coserve.scheduling.profile import Profile
 
 
@@ -39,7 +39,7 @@ def open_device(
     device = find_device(settings.device)
     prepare_kernels(device, progress)
     backbone = build_backbone(
-        find_model(settings.model),
+        find_model(settings.model) if settings.num_ranks == 1 else find_fetched(settings.model),
         dtype=settings.dtype,
         device=device,
         seed=settings.seed,

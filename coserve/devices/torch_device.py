@@ -185,6 +185,8 @@ class TorchDevice:
         """Take back a command that was done here and has failed on another rank; it stays counted."""
         for inverse in inverses_of(command):
             self._handlers[type(inverse)](inverse)
+        if isinstance(command, MeasureDevice):
+            self._measurement = OwnMeasurement(self.backbone)
         if isinstance(command, OpenTrainer):
             self._changed_by = self._changed_before
 

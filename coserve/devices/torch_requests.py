@@ -216,12 +216,14 @@ class TorchRequests:
         )
 
     def _by_choice(self, sampled: Sequence[_LastRow]) -> tuple[Sequence[_LastRow], Sequence[_LastRow]]:
-        """Return the rows of which ranks exchange their likeliest tokens, and those whose whole logits rank 0 needs."""
+        """Return the rows of which ranks exchange their likeliest tokens, and those whose whole logits rank 0 gets.
+
+        All rows are of one kind: the head's weights are read once, which takes longer than sending logits.
+        """
         if not self._is_divided:
             return (), sampled
         takes = [self._handles[rows.request].params.takes_likeliest and not rows.forbidden for _, rows in sampled]
-        likeliest = [each for each, is_taker in zip(sampled, takes, strict=True) if is_taker]
-        return likeliest, [each for each, is_taker in zip(sampled, takes, strict=True) if not is_taker]
+        return (sampled, ()) if all(takes) else ((), sampled)
 
     def _those_of(self, sampled: Sequence[_LastRow], *, are_takers: bool) -> _Samplers:
         """The requests of these rows: those of the step before, unless they are others, or one has come or gone."""

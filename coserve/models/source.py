@@ -3,7 +3,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,6 +71,13 @@ def find_here(name: str) -> str:
         raise UnknownModelError(
             f"{shown(name)} is not a model on this machine, and it is not fetched for this"
         ) from error
+
+
+def find_fetched(name: str) -> ModelSource:
+    """Find a model whose files another process of this machine has fetched; nothing is asked of the hub, where another
+    revision may be by now. See `find_here` for errors.
+    """
+    return replace(find_model(find_here(name)), name=name)
 
 
 def check_model(name: str) -> None:

@@ -37,6 +37,7 @@ from coserve.devices.job_messages import (
 )
 from coserve.devices.rank_device import RankDevice
 from coserve.devices.step_messages import Update
+from coserve.devices.torch_device import TorchDevice
 from coserve.errors import AdapterError, RankError
 from coserve.kernels.groups.threads import run_ranks, thread_groups
 from coserve.models.dividing import divided_backbone
@@ -251,7 +252,9 @@ def test_a_checkpoint_that_one_rank_cannot_read_leaves_the_served_weights_of_all
 
     def resume(group):
         backbone = divided_backbone(own_copy(whole), group)
-        device = RankDevice(make_driver(backbone).device, group)
+        inner = make_driver(backbone).device
+        assert isinstance(inner, TorchDevice)
+        device = RankDevice(inner, group)
         before = [tensor.clone() for tensor in weights_of(backbone)]
         command = OpenTrainer(
             job="job", config=tuning, mean_context_len=8.0, adapter=config.to_peft(), checkpoint=str(tmp_path)

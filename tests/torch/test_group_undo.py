@@ -67,7 +67,7 @@ TorchDevice.undo = undo
 
 
 @pytest.mark.parametrize("in_step", [True, False])
-def test_an_end_says_how_the_rank_ended_whoever_hears_of_it_first(tmp_path, monkeypatch, in_step):
+def test_an_end_says_how_the_rank_ended_though_another_rank_told_of_it_first(tmp_path, monkeypatch, in_step):
     device = failing_group(tmp_path, 2)
     returncode = DeviceProcess.returncode
 
@@ -95,6 +95,6 @@ def test_a_grammar_is_closed_while_a_step_is_under_way(tmp_path):
 
 def test_ranks_outlast_the_thread_that_has_started_them(tmp_path):
     with ThreadPoolExecutor() as pool:
-        device = pool.submit(failing_group, tmp_path, 2).result()
+        device: Any = pool.submit(failing_group, tmp_path, 2).result()
     assert device.execute(CountCommands()).num_answered == 0
     device.close()
