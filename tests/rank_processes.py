@@ -11,12 +11,11 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 import pytest
-from torch import distributed as dist
 
 from coserve.kernels.groups._arena import RankArena
 from coserve.kernels.groups.base import RankGroup
 from coserve.kernels.groups.shared_memory import SharedMemoryGroup
-from coserve.kernels.groups.torch_distributed import TorchGroup
+from coserve.kernels.groups.torch_distributed import RankStore, TorchGroup
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["coserve.kernels.groups.shared_memory"])
@@ -50,7 +49,7 @@ def run_torch_processes(
     size: int, task: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None
 ) -> list[Any]:
     """Do the same with ranks that gloo connects, on loopback."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = RankStore()
     joins = [partial(_join_torch, rank, size, store.port) for rank in range(size)]
     return _run_all(joins, partial(_call, task, arguments), environment)
 

@@ -1,6 +1,6 @@
 """A torch device that several processes hold together, its ranks; see `rank_device.py` for how they end calls alike.
 
-    engine's process ── GroupDevice ══ socket pairs ══ ranks 0 … N-1 ── shared memory (the arena) between them
+    engine's process ── GroupDevice ══ socket pairs ══ ranks 0 … N-1 ── shared memory, or torch.distributed
 
 Each call is encoded once and written to all ranks, which carry out all calls in one order. Rank 0 answers for all where
 all have done it; a call that has failed is answered by each. The processes end together: where one has ended, or does
@@ -20,12 +20,13 @@ from coserve.devices.clock import WallClock
 from coserve.devices.inverses import inverses_of
 from coserve.devices.job_messages import WriteCheckpoint
 from coserve.devices.messages import BESIDE_STEPS_OF_RANKS, Command, DeviceInfo, RanksDescribed, Reply, SaveAdapter
+from coserve.devices.rank_places import kind_of
 from coserve.devices.rank_process import Answer, DeviceProcess, StartProcess, start_program
+from coserve.devices.rank_seats import seat_ranks
 from coserve.devices.settings import DeviceSettings, LoadProgress
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.wire import Call, FromDevice, KernelsPrepared, LoadingProgress, Raised, Started, framed
 from coserve.errors import DeviceGoneError, RankError, RankGoneError, RequestError
-from coserve.kernels.groups._arena import RankArena
 from coserve.models.shared_files import named_when_written
 
 _SAME = ("num_pages", "page_bytes", "num_host_pages", "num_state_pages", "block_tokens", "dtype", "weights", "kernels")
@@ -59,7 +60,7 @@ class GroupDevice:
         """
         self.clock = WallClock()
         self._size = settings.num_ranks
-        self._arena = RankArena.create(self._size)
+        self._seats = seat_ranks(settings.rank_transport, self._size, kind_of(settings.device))
         self._numbers, self._lock, self._sending = count(), Lock(), Lock()
         self._gone = ""
         """Why the group has ended; "" while it has not."""
@@ -116,7 +117,7 @@ class GroupDevice:
             each.close()
         if not self._is_closed:
             self._is_closed = True
-            self._arena.close()
+            self._seats.close()
 
     # -- start and end ----------------------------------------------------------------
 
@@ -124,8 +125,8 @@ class GroupDevice:
         return DeviceProcess(
             lambda message: self._messages.put((rank, message)),
             partial(self._note_end, rank),
-            arguments=[str(self._arena.fd), str(rank), str(self._size)],
-            inherited=[self._arena.fd],
+            arguments=[*self._seats.arguments, str(rank), str(self._size)],
+            inherited=self._seats.inherited,
             start=start,
         )
 
@@ -175,7 +176,7 @@ class GroupDevice:
                 return
             self._gone, self._returncode = reason, returncode
             self._has_ended.set()
-        self._arena.end(reason)
+        self._seats.end(reason)
         for each in self._ranks:
             each.kill()
 

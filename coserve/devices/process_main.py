@@ -1,8 +1,8 @@
 """A process with a device, or one rank of it: it does what comes over a socket, and ends when the socket does.
 
-    python -m coserve.devices.process_main SOCKET [ARENA RANK SIZE]
+    python -m coserve.devices.process_main SOCKET [TRANSPORT PLACE RANK SIZE]
 
-SOCKET and ARENA are file descriptors that it inherits.
+SOCKET is a file descriptor that it inherits. TRANSPORT and PLACE: see `coserve.devices.rank_seats`.
 """
 
 import logging
@@ -13,23 +13,22 @@ import sys
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from coserve.devices.cpu_threads import bind_to_share, worthwhile_threads
 from coserve.devices.loading import open_device, prepare_kernels
 from coserve.devices.messages import BESIDE_STEPS, BESIDE_STEPS_OF_RANKS, Command, DescribeRanks, Reply
 from coserve.devices.process_memory import bound_compiled_products, give_back_freed_memory, keep_freed_memory
 from coserve.devices.rank_device import RankDevice
+from coserve.devices.rank_seats import Seat, device_of_rank, seat_of
 from coserve.devices.settings import DeviceSettings
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.wire import Call, Connection, Done, KernelsPrepared, LoadingProgress, Started, ToDevice, raised
-from coserve.errors import RankGoneError, UnsupportedModelError
-from coserve.kernels.groups._arena import RankArena
+from coserve.errors import RankGoneError
 from coserve.kernels.groups.base import RankGroup, SingleRank
-from coserve.kernels.groups.shared_memory import SharedMemoryGroup
-from coserve.models.backbone import find_device
 from coserve.sandbox.parent_death import end_with_parent
 
 _log = logging.getLogger(__name__)
@@ -38,19 +37,11 @@ _log = logging.getLogger(__name__)
 _REST_S = 1.0
 
 
-class Seat(NamedTuple):
-    """A rank's place in a group of processes."""
-
-    arena: RankArena
-    rank: int
-    size: int
-
-
 def main(descriptor: int, seat: Seat | None = None) -> None:
     """Serve a device until the other end is gone."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the other end decides
-    if seat is not None:
+    if seat is not None and seat.has_own_cores:
         bind_to_share(seat.rank, seat.size)
     connection = Connection(socket.socket(fileno=descriptor), ToDevice)
     messages, beside = SimpleQueue[Any](), SimpleQueue[Call]()
@@ -107,19 +98,18 @@ def _start(settings: DeviceSettings, connection: Connection, seat: Seat | None) 
         torch.set_num_threads(threads)
         group: RankGroup = SingleRank()
         if seat is not None:
-            device = find_device(settings.device)
-            if device.type != "cpu":
-                raise UnsupportedModelError(f"several ranks run on CPUs alone, not on {device}: set the device to cpu")
+            device = device_of_rank(settings.device, seat.rank)
+            settings = replace(settings, device=str(device))
             if seat.rank == 0:
                 prepare_kernels(device, progress)
                 connection.send(KernelsPrepared())
-            group = SharedMemoryGroup(seat.arena, seat.rank)
+            group = seat.join(device)
         opened = open_device(settings, progress, group=group)
         group.barrier()
         group.limit_waits(settings.rank_timeout_s)
     except Exception as error:  # whatever it is, the other end is to know
         if seat is not None:
-            seat.arena.end(f"rank {seat.rank} could not start: {error}")
+            seat.end(f"rank {seat.rank} could not start: {error}")
         connection.send(raised(None, error))
         return None
     connection.send(Started(opened.info))
@@ -162,14 +152,10 @@ def _do(device: RankDevice, command: Command | StepBatch) -> Reply | StepResult:
     return device.run(command) if isinstance(command, StepBatch) else device.execute(command)
 
 
-def _seat(arena: str, rank: str, size: str) -> Seat:
-    return Seat(RankArena(int(arena)), int(rank), int(size))
-
-
 def run(arguments: Sequence[str]) -> None:
     """Serve a device, or a rank of one, as the arguments say."""
     descriptor, *seat = arguments
-    main(int(descriptor), _seat(*seat) if seat else None)
+    main(int(descriptor), seat_of(*seat) if seat else None)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ def check_places(num_ranks: int, device: str) -> None:
         device: such as "cpu" or "cuda"; "auto" takes GPUs if there are any.
 
     Raises:
-        ModelError: there are too few GPUs or CPU cores, or the device is a single one.
+        ModelError: there are too few GPUs or CPU cores, GPUs have no NCCL, or the device is a single one.
     """
     if num_ranks == 1:
         return
     if missing := [name for name in _SYSTEM_CALLS if not hasattr(os, name)]:
         raise ModelError(f"{num_ranks} ranks cannot run on this system: it has no {missing[0]}, which Linux has")
-    kind = _kind(device)
+    kind = kind_of(device)
     if ":" in device:
         raise ModelError(f"{num_ranks} ranks cannot run on the single device {device!r}: set the device to {kind!r}")
     if kind == "cuda":
@@ -36,6 +36,8 @@ def check_places(num_ranks: int, device: str) -> None:
         raise ModelError(f"{num_ranks} ranks are too many: a group has {MAX_RANKS} at most")
     if num_ranks > there:
         raise ModelError(f"{num_ranks} ranks need {num_ranks} {needed}, one for each, and this machine has {there}")
+    if kind == "cuda" and not _has_nccl():
+        raise ModelError(f"{num_ranks} ranks on GPUs need a PyTorch with NCCL, which this one was built without")
 
 
 def why_not(num_ranks: int, device: str, threads: int) -> str:
@@ -48,12 +50,14 @@ def why_not(num_ranks: int, device: str, threads: int) -> str:
     """
     try:
         check_places(num_ranks, device)
+        if kind_of(device) == "cuda":
+            return ""
         RankArena.create(num_ranks).close()
     except ModelError as error:
         return str(error)
     except (OSError, ValueError) as error:
         return f"{num_ranks} ranks cannot share memory on this system: {error}"
-    return crowding(num_ranks, threads) if _kind(device) == "cpu" else ""
+    return crowding(num_ranks, threads)
 
 
 def num_usable_cores() -> int:
@@ -77,7 +81,12 @@ def crowding(num_ranks: int, threads: int) -> str:
     )
 
 
-def _kind(device: str) -> str:
+def kind_of(device: str) -> str:
     """Return the kind of a device: "auto" is "cuda" where there is a GPU."""
     kind = device.partition(":")[0]
     return kind if kind != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _has_nccl() -> bool:
+    """Return whether this PyTorch can connect GPUs."""
+    return torch.distributed.is_available() and torch.distributed.is_nccl_available()

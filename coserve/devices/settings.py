@@ -1,6 +1,7 @@
 """What a device is to be: plain data, so that it can be told to another process, or written down."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
@@ -39,3 +40,5 @@ class DeviceSettings(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Whether a quick and cautious profile will do, which `MeasureDevice` replaces."""
     num_ranks: int = 1
     rank_timeout_s: float = 3600.0
+    rank_transport: Literal["auto", "shared_memory", "torch_distributed"] = "auto"
+    """How ranks exchange tensors; "auto": through shared memory on CPUs, by `torch.distributed` on GPUs."""

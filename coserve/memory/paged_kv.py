@@ -109,11 +109,11 @@ class PagedKv:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Run steps in which requests decode, and those with pieces of prompts, where the backend captures them. Page 0
-        is written to.
+        """Run steps in which requests decode, and those with pieces of prompts, where the backend captures them, which
+        it does not for several ranks. Page 0 is written to.
         """
         backbone = self.backbone
-        if self.num_state_pages or backbone.block_rows is not None:
+        if self.num_state_pages or backbone.block_rows is not None or backbone.ranks.size > 1:
             return
         for number in backbone.backend.captured_rows:
             forward(backbone, [self.rows([([0], 0, [0])] * number)])

@@ -207,6 +207,8 @@ def _traced_calls(
 
 def _trace(backbone: Backbone, stores: PageStores, widths: dict[str, int], what: _Traced) -> TracedCalls | None:
     """widths: of the inputs."""
+    if backbone.backend.captures and backbone.ranks.size > 1:
+        return None  # captured calls that contain NCCL's have hung when they were run again
     layers = stores.layers  # without the traces, which would hold themselves
 
     def run(trace: Trace[Backend]) -> Tensor:

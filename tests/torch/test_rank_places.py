@@ -45,9 +45,14 @@ def test_ranks_without_a_place_are_refused_in_one_line(four_cores: None, num_ran
 def test_ranks_on_gpus_need_one_each(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     check_places(2, "auto")
+    assert why_not(2, "cuda", 1) == ""
     with pytest.raises(ModelError, match="4 ranks need 4 GPUs, one for each, and this machine has 2"):
         check_places(4, "auto")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(ModelError, match="2 ranks on GPUs need a PyTorch with NCCL, which this one was built without"):
+        check_places(2, "auto")
 
 
 def test_one_rank_can_be_anywhere():

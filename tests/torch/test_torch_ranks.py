@@ -3,11 +3,20 @@
 import pytest
 import torch
 from rank_processes import KILLED, run_torch_processes
-from rank_tasks import call_different_once, collect, many, part, raise_on_one, sum_all, sum_until_killed
+from rank_tasks import (
+    call_different_once,
+    collect,
+    fail_and_reset,
+    many,
+    part,
+    raise_on_one,
+    sum_all,
+    sum_until_killed,
+)
 from torch import distributed as dist
 
-from coserve.errors import RankGoneError
-from coserve.kernels.groups.torch_distributed import TorchGroup
+from coserve.errors import RankError, RankGoneError
+from coserve.kernels.groups.torch_distributed import RankStore, TorchGroup
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch was built without torch.distributed")
 
@@ -42,7 +51,12 @@ def test_the_others_learn_that_a_rank_was_killed():
 def test_the_others_learn_that_a_rank_raised():
     first, raised, last = run_torch_processes(3, raise_on_one)
     assert isinstance(raised, ValueError)
-    assert first == last == "RankGoneError: rank 1 failed: ValueError: no such row"
+    assert first == last == "RankError: rank 1 failed: ValueError: no such row"
+
+
+def test_ranks_connect_anew_after_a_failure():
+    expected = [each for number in range(5) for each in (f"RankError: rank 0 failed: failure {number}", 3.0)]
+    assert run_torch_processes(3, fail_and_reset) == [expected] * 3
 
 
 def test_the_check_names_the_collectives_that_differ():
@@ -50,12 +64,16 @@ def test_the_check_names_the_collectives_that_differ():
     assert first.endswith("rank 0 at sum h.0 [3] float32") and second.endswith("rank 1 at sum h.1 [3] float32")
 
 
-def test_a_failure_ends_the_group():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    group = TorchGroup(rank=0, size=1, host="127.0.0.1", port=store.port, own_address="127.0.0.1")
+def test_a_failure_is_raised_until_the_ranks_reset():
+    store = RankStore()
+    group = TorchGroup(rank=0, size=1, host=store.HOST, port=store.port, own_address=store.HOST)
     group.fail("out of memory")
-    with pytest.raises(RankGoneError, match="rank 0 failed: out of memory"):
-        group._agree(1)
+    group.fail("what follows from that")
+    for _ in range(2):
+        with pytest.raises(RankError, match=r"^rank 0 failed: out of memory$"):
+            group._agree(1)
+    group.reset()
+    assert group._agree(1) == 1
 
 
 def test_a_store_that_is_not_there_is_an_error():
