@@ -21,11 +21,12 @@ _TABLES = [[3, 0, 7, 1], [4, 2, 5, 6]]
 _PROMPTS = [list(range(3, 9)), list(range(20, 25))]
 
 
-def decode(group: RankGroup, directory: str, dtype: str) -> tuple[Tensor, Tensor, int]:
+def decode(group: RankGroup, directory: str, dtype: str, kernels: str | None = None) -> tuple[Tensor, Tensor, int]:
     """Return the logits of prompts and of tokens after them, from blocks that run as one call where they can; the same
     from blocks that run one by one; and the number of traces.
     """
-    backbone, found, num_traces = load_backbone(directory, dtype=dtype), list[Tensor](), 0
+    backbone = load_backbone(directory, dtype=dtype, kernels=kernels)
+    found, num_traces = list[Tensor](), 0
     if group.size > 1:
         backbone = divided_backbone(backbone, group)
     for may_run_at_once in (True, False):

@@ -4,11 +4,15 @@ GPU, or interpreted on a CPU, where a call runs again what it was made of (`make
 
 import pytest
 import torch
+from rank_models import decode
+from rank_processes import run_torch_processes
 from steps_at_once import Steps, wide_directory
 from support import make_adapter, model_directory, random_sequences, random_tokens, worst_error
+from torch import distributed as dist
 
 from coserve.adapters.full_weights import FullWeights
 from coserve.adapters.methods.full import FullConfig
+from coserve.kernels.groups.base import SingleRank
 from coserve.kernels.triton import TritonBackend
 from coserve.memory.paged_kv import PagedKv
 from coserve.models import forward, load_backbone
@@ -63,6 +67,16 @@ def test_decode_steps(name):
             assert steps.num_traces > 1
         found.append(torch.cat(rows))
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda" or not dist.is_available(), reason="needs the interpreter, and gloo")
+def test_ranks_capture_nothing():
+    """Their sums would be among what is captured."""
+    directory = str(wide_directory("llama"))
+    expected = decode(SingleRank(), directory, "float32", "plain")[0]
+    for found, _, num_traces in run_torch_processes(2, decode, directory, "float32", "triton"):
+        assert not num_traces
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 # Of each step, rows of some sequences; of those that are not named, one.
