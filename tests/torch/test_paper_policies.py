@@ -307,7 +307,8 @@ def test_tuning_is_suspended_while_long_prompts_are_prefilled():
 def test_the_linear_model_tells_communication_from_computation_and_memory_access():
     link = Link(name="link", times=(SumTimes(num_devices=2, us=((1, 20.0), (1 << 20, 200.0))),))
     hardware, load = replace(DEVICE, link=link), ForwardLoad(rows=64)
-    sum_s = link.sum_s(64 * _backbone().architecture.hidden_size * 2, 2)
+    row_bytes = 64 * _backbone().architecture.hidden_size * 2
+    sum_s, gather_s = link.sum_s(row_bytes, 2), link.gather_s(row_bytes, 2)
     for num_ranks in (1, 2):
         backbone = on_ranks(_backbone(), num_ranks)
         latency = LatencyModel(roofline_profile(backbone, hardware))
@@ -316,8 +317,10 @@ def test_the_linear_model_tells_communication_from_computation_and_memory_access
         num_layers, is_divided = backbone.architecture.num_layers, num_ranks > 1
         # Two sums a block, and that of the embedding, whose table is the head and divided.
         assert forward.communication_s == pytest.approx(is_divided * (2 * num_layers + 1) * sum_s, rel=1e-6)
-        # Of the lowest block, whose input nobody asks about, one; of all others two.
-        assert tasklet.communication_s == pytest.approx(is_divided * (2 - 1 / num_layers) * sum_s, rel=1e-6)
+        # Of the lowest block, whose input nobody asks about, one; of all others two. And what is saved of the block's
+        # input and of the second norm's is gathered.
+        backward_s = (2 - 1 / num_layers) * sum_s + 2 * gather_s
+        assert tasklet.communication_s == pytest.approx(is_divided * backward_s, rel=1e-6)
         assert forward.fixed_s + forward.computation_s > 0
     assert forward.fixed_s == pytest.approx(latency.profile.forward.at(1) - latency.profile.sums.at(1)), (
         "what the sums take is in none of the others"
