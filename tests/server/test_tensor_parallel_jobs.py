@@ -13,6 +13,7 @@ from typing import Any
 
 import openai
 import pytest
+from lengths import NUM_RANK_KILLS
 from processes import children_of, is_alive
 from served import Served
 from served_ranks import check_answers, needs_two_cores, ranks_of, serving_on_two_ranks
@@ -123,13 +124,13 @@ def test_what_two_ranks_did_can_be_run_again_on_one(tmp_path: Path):
 
 
 @pytest.mark.long
-def test_a_job_loses_nothing_while_ranks_are_killed_fifty_times(served: Served):
+def test_a_job_loses_nothing_while_ranks_are_killed_again_and_again(served: Served):
     """At any moment: of a start, a step, a command or a checkpoint."""
     rng, num_epochs = Random(0), 20
     undisturbed = create(served, num_epochs=num_epochs)
     with serving_on_two_ranks() as killed:
         job = create(killed, checkpoint_every_steps=1, num_epochs=num_epochs)
-        for _ in range(50):
+        for _ in range(NUM_RANK_KILLS):
             engine = killed.wait_until(lambda: engine_of(killed))
             pids = killed.wait_until(lambda engine=engine: children_of(engine) or not is_alive(engine))
             time.sleep(rng.random())
