@@ -198,7 +198,7 @@ def test_answers_that_are_being_written_when_the_window_ends_are_counted_once(
 def test_an_answer_that_is_being_written_when_a_batch_is_cancelled_is_counted(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ):
-    add, writing, ended = BatchResults.add, threading.Event(), threading.Event()
+    add, writing, asked, ended = BatchResults.add, threading.Event(), threading.Event(), threading.Event()
 
     def add_late(results: BatchResults, *arguments: Any) -> None:
         writing.set()
@@ -207,6 +207,8 @@ def test_an_answer_that_is_being_written_when_a_batch_is_cancelled_is_counted(
         add(results, *arguments)
 
     async def answer(request: LineRequest) -> dict[str, Any]:
+        if request.body["id"] == "b":
+            asked.set()
         try:
             return await only_a(request)
         except asyncio.CancelledError:
@@ -218,7 +220,7 @@ def test_an_answer_that_is_being_written_when_a_batch_is_cancelled_is_counted(
         batch = home.batch("a", "b")
         runner = home.runner(answer)
         runner.begin(batch)
-        await until(writing.is_set)
+        await until(lambda: writing.is_set() and asked.is_set())
         await runner.cancel(batch)
         done = await home.until_over(batch)
         assert (done.status, done.num_completed, home.ids(done.output_file)) == ("cancelled", 1, ["a"])
