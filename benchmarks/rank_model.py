@@ -47,7 +47,7 @@ _FREE = Link(name="free", times=(SumTimes(num_devices=2, us=((1, 1e-9), (1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What is run."""
+    """Steps that are measured, or modelled: their model, requests and rows."""
 
     model: str
     num_requests: tuple[int, ...]
@@ -126,7 +126,7 @@ def measure(asked: Steps, group: RankGroup) -> Times:
 
 
 class Model:
-    """What steps take on modelled hardware, of one process or of several ranks."""
+    """Times of steps on modelled hardware, of one process or of several ranks."""
 
     def __init__(self, asked: Steps, num_ranks: int) -> None:
         whole = load_backbone(asked.model, dtype="bfloat16", device=torch.device("meta"))

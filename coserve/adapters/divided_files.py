@@ -46,9 +46,9 @@ class DividedAdapter:
     """The method."""
     layout: AdapterLayout
     graphs: AdapterGraphs
-    """How ranks divide the parameters."""
+    """States of the parameters: how ranks divide each."""
     ranks: Ranks
-    """Which rank this is."""
+    """Number of this rank in its group, and their number."""
 
     def state(self, parameter: str) -> AnyState:
         """Return how ranks divide a parameter, by its full name."""

@@ -21,15 +21,15 @@ from coserve.models.shared_files import FileTensor, write_shared_tensors
 
 @dataclass(frozen=True, kw_only=True)
 class HeldTensors:
-    """What a rank holds of tensors that have the shapes of parameters: moments of an optimizer, gradients, masters.
+    """A rank's share of tensors that have the shapes of parameters: moments of an optimizer, gradients, masters.
 
     Their names are those of the parameters, or these and what they are ("…/exp_avg"); single numbers are whole.
     """
 
     states: Mapping[str, AnyState]
-    """How ranks divide the parameters, by name; what is left out is whole."""
+    """States of the parameters by name: how ranks divide each; what is left out is whole."""
     ranks: Ranks
-    """Which rank this is."""
+    """Number of this rank in its group, and their number."""
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write a file of whole tensors; of several ranks, each writes what it holds (see `shared_files`).

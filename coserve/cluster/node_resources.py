@@ -1,4 +1,4 @@
-"""What a node takes of a machine: of Ray's GPUs, or of its CPUs where several ranks hold the model together."""
+"""Resources that a node takes of a machine: Ray's GPUs, or its CPUs where several ranks hold the model together."""
 
 from dataclasses import dataclass
 

@@ -83,7 +83,7 @@ class ClusterKeys:
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What a front says to machines that would join. version: of coserve. num_ranks: of each node."""
+    """Message of a front to machines that would join. version: of coserve. num_ranks: of each node."""
 
     model: str
     version: str = VERSION

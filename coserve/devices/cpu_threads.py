@@ -1,4 +1,4 @@
-"""How many threads of a CPU a model is worth, and which cores a rank of a group has."""
+"""Number of CPU threads that a model is worth, and cores that a rank of a group has."""
 
 import os
 from contextlib import suppress

@@ -65,7 +65,7 @@ class GroupDevice:
         self._gone = ""
         """Why the group has ended; "" while it has not."""
         self._returncode: int | None = None
-        """How the rank has ended that ended the group; None if that is not known."""
+        """Exit code of the rank that ended the group, negative for a signal; None if it is not known."""
         self._has_ended = Event()
         self._has_started = self._is_closed = False
         self._step: _Sent | None = None  # under way
