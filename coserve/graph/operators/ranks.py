@@ -195,8 +195,12 @@ class RankLinearCrossEntropy(LinearCrossEntropy):
         logits = _LINEAR.forward(values, attributes, context)["y"]
         logits[:, attributes["cut"].num_held(context.group.rank) :] = -torch.inf
         targets, is_here = _local_targets(values["targets"], attributes, context)
+        # The kernel goes once through the logits, where `logsumexp` would make a float32 copy of them.
+        _, _, log_sum = context.backend.cross_entropy(logits, targets)
+        largest = logits.gather(1, context.backend.argmax(logits)[:, None])[:, 0].float()
+        log_sum = log_sum.masked_fill_(largest == -torch.inf, -torch.inf)  # of a rank without tokens
         of_targets = logits.gather(1, targets[:, None])[:, 0].float().masked_fill_(~is_here, 0)
-        own = torch.stack([logits.float().logsumexp(-1), logits.amax(-1).float(), of_targets], -1)
+        own = torch.stack([log_sum, largest, of_targets], -1)
         log_sums, largest, found = context.group.all_gather(own, "loss").unbind(-1)
         log_sum, of_target = log_sums.logsumexp(0), found.sum(0)
         correct = largest.amax(0) <= of_target
