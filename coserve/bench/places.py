@@ -18,7 +18,7 @@ from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.profile import Profile
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice
-from coserve.simulate.roofline import roofline_profile
+from coserve.simulate.roofline import modelled_link_flops_per_byte, roofline_profile
 
 _BLOCK_TOKENS = 16
 # Of a device's memory, what weights and pages may take: the rest is for the runtime and for what steps work in.
@@ -65,6 +65,8 @@ class ModelledPlace:
     seed: int = 0
     known: LatencyModel | None = None
     true: LatencyModel | None = None
+    link_flops_per_byte: float = 0.0
+    """FLOPs that a rank computes while a gather moves a byte (`training_programs`)."""
 
     @property
     def latency(self) -> LatencyModel:
@@ -97,6 +99,7 @@ class ModelledPlace:
             backbone=backbone,
             profile=roofline_profile(backbone, hardware),
             num_pages=num_pages,
+            link_flops_per_byte=modelled_link_flops_per_byte(backbone, hardware),
         )
 
     def open(self, config: EngineConfig) -> EngineCore:
@@ -108,6 +111,7 @@ class ModelledPlace:
             noise=self.noise,
             seed=self.seed,
             latency=self.true,
+            link_flops_per_byte=self.link_flops_per_byte,
         )
         return EngineCore(device, self.latency, config)
 

@@ -78,6 +78,8 @@ class ModelledDevice:
         profile: of the hardware.
         latency: what steps take where that is known better than by the profile.
         noise: standard deviation of the logarithm of the time that a section takes beside what the profile says.
+        link_flops_per_byte: FLOPs that a rank computes while a gather moves a byte, by which jobs choose what ranks
+            save in pieces (`training_programs`).
 
     `fail_next`: the next step fails with this, and takes no time; optimizer steps before `broken_update` are made.
     """
@@ -93,6 +95,7 @@ class ModelledDevice:
         noise: float = 0.0,
         seed: int = 0,
         latency: LatencyModel | None = None,
+        link_flops_per_byte: float = 0.0,
     ) -> None:
         self.info = device_info(
             backbone,
@@ -106,6 +109,7 @@ class ModelledDevice:
         self.clock = VirtualClock()
         self.fail_next: StepFailure | None = None
         self._backbone, self._latency = backbone, latency or LatencyModel(profile)
+        self._link_flops_per_byte = link_flops_per_byte
         self._requests: dict[str, OpenRequest] = {}
         self._grammars, self._matchers = DeviceGrammars(), dict[str, Matcher]()
         self._versions: dict[str, AdapterConfig] = {}
@@ -237,7 +241,12 @@ class ModelledDevice:
         else:
             config = adapter_config(command.adapter)
         adapter, length = config.create(self._backbone, seed=0), command.mean_context_len
-        training = training_programs(adapter, max_recompute=command.config.max_recompute, mean_context_len=length)
+        training = training_programs(
+            adapter,
+            max_recompute=command.config.max_recompute,
+            mean_context_len=length,
+            link_flops_per_byte=self._link_flops_per_byte,
+        )
         opened = trainer_opened(adapter, training, evaluation_programs(adapter, mean_context_len=length))
         self._trainers[command.job] = ModelledTrainer(config, opened)
         return opened

@@ -34,12 +34,17 @@ _ROWS_OF_TASKLET = 512
 _Part = TypeVar("_Part", Graph, Program)
 
 
-def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
+def roofline_profile(backbone: Backbone, hardware: Hardware, *, link_flops_per_byte: float | None = None) -> Profile:
     """Return the profile of a model (on the "meta" device, or any) on hardware that is not here.
 
     Every operator takes the longer of its arithmetic, at the pace of its shape, and its memory traffic, and at least a
     call. Of several ranks (`on_ranks`), each on a device of its own, the profile is that of one: its graphs have the
     shapes that it computes, and collectives where the group sums and gathers over its link.
+
+    Args:
+        backbone: the model, or what one rank has of it.
+        hardware: the device of each rank.
+        link_flops_per_byte: see `training_programs`; None: what follows from the hardware.
 
     Raises:
         BudgetError: the hardware has no link for several ranks.
@@ -48,7 +53,9 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
         raise BudgetError(f"{hardware.name} has no link for {backbone.ranks.size} ranks: give its hardware one")
     local = backbone.local
     adapter = Adapter(backbone, LoraConfig(r=16, alpha=32, target_modules="all-linear"))
-    programs = training_programs(adapter, link_flops_per_byte=_link_flops_per_byte(backbone, hardware))
+    if link_flops_per_byte is None:
+        link_flops_per_byte = modelled_link_flops_per_byte(backbone, hardware)
+    programs = training_programs(adapter, link_flops_per_byte=link_flops_per_byte)
     model, job = model_counts(backbone), job_counts(adapter, programs)
     timer, link, num_parts = _Timer(backbone), _LinkTimer(backbone, hardware), max(1, job.num_parts)
     blocks = [local.graphs[part] for part in local.parts[:-1]]
@@ -118,6 +125,17 @@ def roofline_profile(backbone: Backbone, hardware: Hardware) -> Profile:
     )
 
 
+def modelled_link_flops_per_byte(backbone: Backbone, hardware: Hardware) -> float:
+    """Return the FLOPs that a rank computes while a gather moves a byte of a window's rows.
+
+    It is 0 for one rank, and where no link is known.
+    """
+    if hardware.link is None or backbone.ranks.size == 1:
+        return 0.0
+    num_bytes = _ROWS_OF_TASKLET * backbone.architecture.hidden_size * backbone.dtype.itemsize
+    return hardware.flops_per_s * hardware.link.gather_s(num_bytes, backbone.ranks.size) / num_bytes
+
+
 class _Timer:
     """What the operators of a rank take on its device, without what they move to others and wait for."""
 
@@ -165,14 +183,6 @@ class _Timer:
     def _pass_s(self, on: Hardware, node: Node, cost: Cost) -> float:
         """Return nothing for what only hands tensors on, to other ranks included."""
         return 0.0 if _is_collective(node, cost) or not cost.bytes else on.pass_s(cost.flops, cost.bytes)
-
-
-def _link_flops_per_byte(backbone: Backbone, hardware: Hardware) -> float:
-    """Return the FLOPs that a rank computes while a gather moves a byte of a window's rows; 0 for one rank."""
-    if hardware.link is None or backbone.ranks.size == 1:
-        return 0.0
-    num_bytes = _ROWS_OF_TASKLET * backbone.architecture.hidden_size * backbone.dtype.itemsize
-    return hardware.flops_per_s * hardware.link.gather_s(num_bytes, backbone.ranks.size) / num_bytes
 
 
 class _LinkTimer:

@@ -11,6 +11,8 @@ from coserve.adapters import Adapter, LoraConfig
 from coserve.bench.cells import Bench, CompareConfig
 from coserve.bench.places import ModelledPlace, num_parameters
 from coserve.cli.main import app
+from coserve.devices.job_messages import OpenTrainer, TrainerOpened
+from coserve.engine.config import EngineConfig
 from coserve.errors import BudgetError, UnsupportedModelError
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models import Backbone, load_backbone
@@ -20,6 +22,7 @@ from coserve.simulate.hardware import A100, A100_40GB, CATALOGUE, Hardware
 from coserve.simulate.links import Link, SumTimes
 from coserve.simulate.modelled_ranks import ModelledRank, on_ranks
 from coserve.simulate.roofline import roofline_profile
+from coserve.tuning.config import TuningConfig
 from coserve.tuning.programs import training_programs
 from coserve.workloads.traces import TracedRequest
 
@@ -29,6 +32,7 @@ COUNTING = Hardware(name="counting", flops_per_s=1e40, bytes_per_s=1e40, call_s=
 # Bytes take time, a call none: a gather takes half of what a sum does.
 BYTES = Link(name="bytes", times=(SumTimes(num_devices=2, us=((1, 1e-3), (1 << 50, 1e-3 * (1 << 50)))),))
 LONG = 4096
+LORA = LoraConfig(r=16, alpha=32, target_modules="all-linear")
 
 
 def shapes(name: str) -> Backbone:
@@ -69,6 +73,36 @@ def test_sums_stand_where_the_graphs_of_a_rank_have_them(name, of_block):
     assert profile.update_s == pytest.approx(1), "gradients of which every rank has a part"
 
 
+@pytest.mark.parametrize(
+    ("name", "of_block"), [("llama", 2), ("gpt-neox", 1), ("mixtral", 2), ("qwen3.5", 2), ("olmo2", 4)]
+)
+def test_backward_passes_gather_what_ranks_save_in_pieces(name, of_block):
+    """A tensor that a block saves in pieces is gathered once; the other collectives are those of whole rows."""
+    backbone = ranks_of(name)
+    programs = training_programs(Adapter(backbone, LORA))
+    num_gathers = sum(len(programs.program[part].retention.divided) for part in programs.parts)
+    assert num_gathers >= backbone.architecture.num_layers, "a block's input at least"
+    profile = roofline_profile(backbone, COUNTING, link_flops_per_byte=0.0)
+    expected = of_block * backbone.architecture.num_layers - 1 + num_gathers
+    assert same(profile.backward) * profile.job.num_parts == pytest.approx(expected)
+    assert same(profile.forward) == same(profile_of(backbone).forward), "a forward pass gathers nothing"
+
+
+@pytest.mark.parametrize(("name", "is_divided"), [("NVLink 3", True), ("slow", False)])
+def test_jobs_save_what_the_profile_of_their_device_says(name, is_divided):
+    """Where a link is slow, ranks save the rows whole that all of them have; jobs and profiles choose alike."""
+    rank = on_ranks(shapes("llama-3.1-8b"), 2)
+    slow = Link(name="slow", times=(SumTimes(num_devices=2, us=((1, 10.0), (1 << 30, 1e7))),))
+    place = ModelledPlace.of_hardware(rank, A100 if name == "NVLink 3" else replace(A100, link=slow))
+    command = OpenTrainer(job="job", config=TuningConfig(), adapter=LORA.to_peft(), mean_context_len=512.0)
+    opened = place.open(EngineConfig()).device.execute(command)
+    assert isinstance(opened, TrainerOpened)
+    saved = sum(each.row for group in opened.training[1:] for each in group)
+    halved = training_programs(Adapter(rank, LORA)).saved_bytes_per_token(rank.dtype)
+    assert saved == place.profile.saved_bytes_per_token
+    assert (saved == halved) == is_divided and saved >= halved
+
+
 def test_what_is_moved_is_as_wide_as_its_tensors():
     backbone = ranks_of("llama")
     profile, width = profile_of(backbone, BYTES), 4 * backbone.architecture.hidden_size
@@ -78,7 +112,7 @@ def test_what_is_moved_is_as_wide_as_its_tensors():
     for curve in (profile.sample, profile.mask, profile.score):
         assert curve.at(LONG) == pytest.approx(1e-9 * LONG * 4 * backbone.architecture.vocab_size / 2)
     assert profile.loss.at(LONG) == pytest.approx(1e-9 * LONG * (2 * 3 * 4 / 2 + width))
-    adapter = Adapter(backbone, LoraConfig(r=16, alpha=32, target_modules="all-linear"))
+    adapter = Adapter(backbone, LORA)
     summed = sum(4 * adapter.masters[name].numel() for name in adapter.graphs.summed)
     assert 0 < summed < adapter.num_bytes
     assert profile.update_s == pytest.approx(1e-9 * summed)
@@ -131,7 +165,7 @@ def test_memory_is_that_of_a_rank(size):
     assert place.num_pages > size * alone.num_pages, "a rank has fewer bytes of weights, and of every page"
     # The rows that every rank has whole are saved whole: more than a share of what one device saves.
     saved = place.profile.saved_bytes_per_token
-    programs = training_programs(Adapter(rank, LoraConfig(r=16, alpha=32, target_modules="all-linear")))
+    programs = training_programs(Adapter(rank, LORA))
     assert saved == programs.kept_bytes_per_token(rank.dtype)
     assert alone.profile.saved_bytes_per_token / size < saved < alone.profile.saved_bytes_per_token
 
