@@ -69,6 +69,8 @@ class Times:
     """The model divided among the processes."""
     sums_us: tuple[tuple[int, float], ...]
     """Bytes of a sum over the ranks, and what it takes."""
+    link_flops_per_byte: float
+    """FLOPs that a rank computes while a gather moves a byte: by this, ranks chose what they save in pieces."""
 
 
 def decoding(backbone: Backbone, num_requests: int, context: int) -> Callable[[], None]:
@@ -90,7 +92,7 @@ def decoding(backbone: Backbone, num_requests: int, context: int) -> Callable[[]
 def training(backbone: Backbone, num_rows: int) -> Callable[[], None]:
     """Return a step that trains on a sequence, forward and backward."""
     adapter = Adapter(backbone, _LORA)
-    programs = training_programs(adapter)
+    programs = training_programs(adapter, link_flops_per_byte=backbone.link_flops_per_byte)
     tokens = tuple(3 + index % 50 for index in range(num_rows))
     example = Example(tokens=tokens, trained=(True,) * num_rows)
 
@@ -110,7 +112,8 @@ def steps_of(backbone: Backbone, asked: Steps) -> dict[str, Callable[[], None]]:
 def measure(asked: Steps, group: RankGroup) -> Times:
     """Time the steps on one rank, in turns with all others."""
     whole = load_backbone(asked.model, dtype="bfloat16")
-    alone, together = steps_of(whole, asked), steps_of(divided_backbone(whole, group), asked)
+    divided = divided_backbone(whole, group)
+    alone, together = steps_of(whole, asked), steps_of(divided, asked)
     sides: tuple[dict[str, list[float]], ...] = ({name: [] for name in alone}, {name: [] for name in alone})
     for turn in range(asked.num_turns + 1):
         for name in alone:
@@ -122,19 +125,26 @@ def measure(asked: Steps, group: RankGroup) -> Times:
                     side[name].append(time.perf_counter() - start_s)
     width = whole.architecture.hidden_size
     sums = [(2 * rows * width, min(times_us(group, rows, width))) for rows in _SUM_ROWS]
-    return Times(alone_s=sides[0], together_s=sides[1], sums_us=tuple(sums))
+    return Times(
+        alone_s=sides[0],
+        together_s=sides[1],
+        sums_us=tuple(sums),
+        link_flops_per_byte=divided.link_flops_per_byte,
+    )
 
 
 class Model:
-    """Times of steps on modelled hardware, of one process or of several ranks."""
+    """Times of steps on modelled hardware, of one process or of several ranks, whose programs are always the same."""
 
-    def __init__(self, asked: Steps, num_ranks: int) -> None:
+    def __init__(self, asked: Steps, num_ranks: int, link_flops_per_byte: float) -> None:
+        self._link_flops_per_byte = link_flops_per_byte
         whole = load_backbone(asked.model, dtype="bfloat16", device=torch.device("meta"))
         self._asked, self._whole, self._rank = asked, whole, on_ranks(whole, num_ranks)
 
     def seconds(self, name: str, hardware: Hardware, *, divided: bool) -> float:
         """Return what a kind of step takes."""
-        profile = roofline_profile(self._rank if divided else self._whole, hardware)
+        backbone = self._rank if divided else self._whole
+        profile = roofline_profile(backbone, hardware, link_flops_per_byte=self._link_flops_per_byte)
         kind, number = name.split()
         return self._decode_s(profile, int(number)) if kind == "decode" else self._train_s(profile, int(number))
 
@@ -164,7 +174,7 @@ class Model:
 def compared(asked: Steps, num_ranks: int, times: Times) -> list[dict[str, Any]]:
     """Return, for each kind of step, what it took and what it was modelled to take."""
     alone_s = {name: min(each) for name, each in times.alone_s.items()}
-    model = Model(asked, num_ranks)
+    model = Model(asked, num_ranks, times.link_flops_per_byte)
     hardware = model.hardware(alone_s)
     link = Link(name="arena", times=(SumTimes(num_devices=num_ranks, us=times.sums_us),))
     rows = []

@@ -9,12 +9,13 @@ ALONE_S = {"decode 1": 0.06, "decode 8": 0.07, "train 128": 1.2}
 TOGETHER_S = {"decode 1": 0.04, "decode 8": 0.04, "train 128": 0.7}
 
 
-def rows_of(sums_us: float) -> dict[str, dict[str, float]]:
+def rows_of(sums_us: float, link_flops_per_byte: float = 0.0) -> dict[str, dict[str, float]]:
     """Return what is modelled where every sum takes as long; the slower of two turns does not count."""
     times = Times(
         alone_s={name: (2 * seconds, seconds) for name, seconds in ALONE_S.items()},
         together_s={name: (seconds, 2 * seconds) for name, seconds in TOGETHER_S.items()},
         sums_us=((1, sums_us), (1 << 30, sums_us)),
+        link_flops_per_byte=link_flops_per_byte,
     )
     return {row["step"]: row for row in compared(ASKED, 2, times)}
 
@@ -38,3 +39,13 @@ def test_slower_sums_add_as_much_as_there_are_of_them():
     for name in ALONE_S:
         assert slow[name]["share"] == fast[name]["share"]
         assert slow[name]["sums_ms"] == pytest.approx(2 * fast[name]["sums_ms"], rel=1e-2)
+
+
+@pytest.mark.parametrize(("link_flops_per_byte", "gathers_of_block"), [(0.0, 2), (1e12, 0)])
+def test_the_programs_that_are_modelled_are_those_that_ran(link_flops_per_byte, gathers_of_block):
+    """The link's measured pace says what ranks save in pieces, whatever sums take."""
+    fast, slow = (rows_of(sums_us, link_flops_per_byte)["train 128"] for sums_us in (100.0, 1e6))
+    num_collectives = 2 * 24 + 1 + 2 + 2 * 24 - 1 + gathers_of_block * 24
+    assert fast["sums_ms"] == pytest.approx(0.1 * num_collectives)
+    assert slow["sums_ms"] == pytest.approx(1e3 * num_collectives)
+    assert fast["share"] == slow["share"]
