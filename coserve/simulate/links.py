@@ -1,6 +1,6 @@
 """Links between the devices of a group: how long sums over all of them take, by what others have measured.
 
-Every table is of nccl-tests (`all_reduce_perf`, out of place). A sum over another number of devices than was measured
+Every table but that of four H100 is of nccl-tests (`all_reduce_perf`, out of place). A sum over another number of devices than was measured
 is taken to have the same bus bandwidth at the same size: of n devices each sends and receives 2 (n - 1) / n of the
 bytes (nccl-tests, doc/PERFORMANCE.md). `tests/plain/test_links.py` holds the catalogue against all that was found.
 """
@@ -134,6 +134,22 @@ _EIGHT_H100 = SumTimes(
     ),
 )
 
+# Four of eight H100, NCCL as vLLM calls it, in whole microseconds: https://github.com/vllm-project/vllm/pull/24111,
+# read on 2026-11-30. Its table has no other sizes: smaller sums are taken to wait as long as the smallest, and larger
+# ones to have the bus bandwidth of eight devices.
+_FOUR_H100 = SumTimes(
+    num_devices=4,
+    us=(
+        (1 << 19, 17.0),
+        (1 << 20, 19.0),
+        (3 << 19, 22.0),
+        (1 << 21, 26.0),
+        (3 << 20, 31.0),
+        (1 << 22, 37.0),
+        *((size, us * _moved(4) / _moved(8)) for size, us in _EIGHT_H100.us if size > 1 << 22),
+    ),
+)
+
 # At most 235 GB/s among all A100 of a node, of which 232 were measured (github.com/stas00/ml-engineering, network;
 # github.com/NVIDIA/nccl-tests issue 175).
 NVLINK_3 = Link(name="NVLink 3", times=(_TWO_A100,), most_bytes_per_s=((4, 2.35e11), (8, 2.35e11)))
@@ -143,8 +159,8 @@ NVLINK_3_MESH = Link(
     name="NVLink 3, four links a pair", times=(_TWO_A100,), most_bytes_per_s=((2, 7.2e10), (4, 2.35e11))
 )
 # Rings of two to four H100 reach 365 to 370 GB/s, and the switches help from five on (github.com/NVIDIA/nccl issue
-# 1455). No table of small sums over two or four was found: they follow from that of eight.
-NVLINK_4 = Link(name="NVLink 4", times=(_EIGHT_H100,), most_bytes_per_s=((2, 3.7e11), (4, 3.7e11)))
+# 1455). No table of sums over two was found: they follow from that of four.
+NVLINK_4 = Link(name="NVLink 4", times=(_FOUR_H100, _EIGHT_H100), most_bytes_per_s=((2, 3.7e11), (4, 3.7e11)))
 # Two devices reach 20 GB/s where a pair has no NVLink (github.com/NVIDIA/nccl-tests issue 178).
 PCIE_4 = Link(name="PCIe 4", times=(_TWO_PAIRS,), most_bytes_per_s=((2, 2e10),))
 # Pairs of A40 or RTX 3090 with their bridge, four links of NVLink 3: no table was found. Two are taken to reach 0.82 of

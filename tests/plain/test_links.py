@@ -54,6 +54,14 @@ def test_sums_of_every_size_are_within_20_percent_of_the_table(link: Link, num_d
         assert 1e6 * link.sum_s(8192 << index, num_devices) == pytest.approx(measured, rel=0.2), 8192 << index
 
 
+@pytest.mark.parametrize(
+    ("megabytes", "us"), [(0.5, 17.0), (1.0, 19.0), (1.5, 22.0), (2.0, 26.0), (3.0, 31.0), (4.0, 37.0)]
+)
+def test_sums_over_four_of_a_board_are_those_of_nccl_there(megabytes: float, us: float):
+    """Four H100 as vLLM measures them, in whole microseconds (github.com/vllm-project/vllm/pull/24111)."""
+    assert 1e6 * NVLINK_4.sum_s(megabytes * MB, 4) == pytest.approx(us, rel=0.05)
+
+
 @pytest.mark.parametrize(("link", "num_bytes", "num_devices", "gb_per_s", "source"), BUS_GB_PER_S)
 def test_sums_are_within_20_percent_of_other_tables(
     link: Link, num_bytes: int, num_devices: int, gb_per_s: float, source: str
