@@ -175,7 +175,7 @@ class _Side:
     def _backbone(self) -> Any:
         from coserve.models import load_backbone
 
-        weights = {name: value for name, value in self._settings.items() if name == "weights"}
+        weights: dict[str, Any] = {name: value for name, value in self._settings.items() if name == "weights"}
         backbone: Any = load_backbone(self._model, dtype=self._dtype, **weights)
         return backbone.deterministic() if "deterministic" in self._settings else backbone
 
@@ -183,8 +183,9 @@ class _Side:
     def _streams(self) -> Any:
         """Return the streams and the job of `coserve bench coserve`."""
         from coserve.bench import coserve as experiment
+        from coserve.bench.train import LORA
 
-        return experiment._Bench(_engine(self._backbone, "slack"), experiment.LORA, streams=_STREAMS, num_jobs=1)
+        return experiment._Bench(_engine(self._backbone, "slack"), LORA, streams=_STREAMS, num_jobs=1)
 
 
 def _engine(backbone: Any, policy: str) -> Any:

@@ -19,7 +19,7 @@ _COLUMNS, _FEW_LINES = 100, 50
 _FRAGMENTS = frozenset(
     word
     for line in (
-        "about above after all also among and any as at before behind below beside between beyond",
+        "about above after all also among and any as at before below beside between beyond",
         "both but by during each either else even every for from how if in inside into its like",
         "many more most no none nor not of off on one only or other others out outside over see",
         "since so some such than that their then there these those through to under until up what",
@@ -70,7 +70,7 @@ def counts_of(text: str, *, is_init: bool = False) -> Counts:
     tree, lines, comments = ast.parse(text), text.splitlines(), _comments(text)
     nodes = list(ast.walk(tree))
     documented = [node for node in nodes if isinstance(node, _Documented)]
-    docstrings = [(node, text) for node in documented if (text := ast.get_docstring(node))]
+    docstrings = [(node, found) for node in documented if (found := ast.get_docstring(node))]
     fields = [field for node in nodes if isinstance(node, ast.ClassDef) for field in _fields(node)]
     is_bare = is_init and all(isinstance(node, ast.Expr) for node in tree.body)
     return Counts(
@@ -80,8 +80,8 @@ def counts_of(text: str, *, is_init: bool = False) -> Counts:
         lines_over_100_columns=sum(len(line) > _COLUMNS for line in lines),
         comments=len(comments),
         docstrings=len(docstrings),
-        fragments=sum(_first_word(text) in _FRAGMENTS for _, text in docstrings),
-        nouns=sum(_first_word(text) in _ARTICLES and not isinstance(node, ast.ClassDef) for node, text in docstrings),
+        fragments=sum(_first_word(each) in _FRAGMENTS for _, each in docstrings),
+        nouns=sum(_first_word(each) in _ARTICLES and not isinstance(node, ast.ClassDef) for node, each in docstrings),
         fields=len(fields),
         documented_fields=sum(has_text or bool({line - 1, line} & comments) for line, has_text in fields),
         nested_comprehensions=sum(_is_nested(node) for node in nodes),

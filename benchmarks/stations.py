@@ -94,7 +94,8 @@ class Place:
         return found
 
     def _until_quiet(self) -> None:
-        end_s, sizes, since_s = time.monotonic() + _WINDOW_LIMIT_S, {}, time.monotonic()
+        since_s = time.monotonic()
+        end_s, sizes = since_s + _WINDOW_LIMIT_S, dict[str, int]()
         while time.monotonic() - since_s < _QUIET_S:
             if time.monotonic() > end_s:
                 raise SystemExit(f"new functions still run after {_WINDOW_LIMIT_S:.0f} s")
