@@ -16,7 +16,7 @@ from coserve.adapters.methods.lora import LoraConfig
 from coserve.bench.machine import now_s
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 

@@ -22,7 +22,7 @@ from coserve.devices.process_memory import bound_compiled_products, keep_freed_m
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.scheduling.policies import make_policy
 from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from coserve.engine.checkpoint import POSITION_FILE
+from coserve.engine.jobs.checkpoint import POSITION_FILE
 from coserve.jobs.files import Files
 from coserve.jobs.offline import transitions_at
 from coserve.jobs.recording import adapter_of

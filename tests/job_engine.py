@@ -16,7 +16,7 @@ from support import make_backbone
 
 import coserve.errors
 from coserve.engine.engine import Engine
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import CoserveError, EngineGoneError
 from coserve.jobs.files import Files
 from coserve.jobs.manager import JobManager

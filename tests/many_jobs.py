@@ -21,7 +21,7 @@ from coserve.devices.messages import DropVersion
 from coserve.devices.process_memory import give_back_freed_memory, keep_freed_memory
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.jobs.examples import write_examples_file
 from coserve.jobs.messages import JobStart
 from coserve.tuning.config import TuningConfig

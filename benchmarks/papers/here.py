@@ -22,7 +22,7 @@ from coserve.bench.open_loop import OpenLoop
 from coserve.devices.base import Device
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.step_messages import StepResult
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.outbox import Event
 from coserve.models import Backbone, load_backbone
 from coserve.models.presets import PRESETS

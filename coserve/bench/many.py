@@ -13,7 +13,7 @@ from coserve.bench.machine import PeakMemory, now_s, peak_bytes
 from coserve.bench.train import LORA
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import CoserveError
 from coserve.models.backbone import Backbone
 from coserve.tuning.config import TuningConfig

@@ -14,7 +14,7 @@ from coserve.bench.baselines import PeftTrainer
 from coserve.bench.machine import now_s
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.models.backbone import Backbone
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example

@@ -21,7 +21,7 @@ from coserve.cluster.cluster_jobs import ClusterJobs
 from coserve.cluster.contributions import Contributions
 from coserve.cluster.nodes import ClusterNode
 from coserve.cluster.shard_reports import ShardReports, Told
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import CoserveError, EngineGoneError, JobOverError
 from coserve.jobs.folders import contributions_beside
 from coserve.jobs.messages import Contributed, JobStart

@@ -27,7 +27,7 @@ from coserve.cluster.scheduler import RETRY_S, ClusterScheduler
 from coserve.cluster.shard_reports import Told
 from coserve.cluster.tracker import NodeTracker, Totals, how_unlike, joined_ready
 from coserve.cluster.view import ClusterView
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import ClusterError, EngineGoneError
 from coserve.jobs.messages import JobStart
 from coserve.jobs.records import AdapterRef

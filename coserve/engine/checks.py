@@ -6,7 +6,7 @@ from dataclasses import replace
 from coserve.devices.job_messages import OtherModel
 from coserve.devices.messages import DeviceInfo
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.job import Job
+from coserve.engine.jobs.job import Job
 from coserve.engine.request import virtual_tokens
 from coserve.engine.versions import AdapterVersion, AdapterVersions
 from coserve.errors import AdapterError, JobError, RequestError

@@ -14,14 +14,14 @@ from coserve.devices.base import Device
 from coserve.devices.matching import Vocabulary
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.step_messages import StepResult
-from coserve.engine.answers import Decode
-from coserve.engine.checkpoint import Checkpoint, TakenCopy
 from coserve.engine.checks import check_adapter_name
 from coserve.engine.config import EngineConfig
 from coserve.engine.grammars import FindPieces
 from coserve.engine.handed_over import HandedBlocks
-from coserve.engine.job import Job
-from coserve.engine.job_start import PeftFields, path_of
+from coserve.engine.jobs.answers import Decode
+from coserve.engine.jobs.checkpoint import Checkpoint, TakenCopy
+from coserve.engine.jobs.job import Job
+from coserve.engine.jobs.start import PeftFields, path_of
 from coserve.engine.outbox import Event
 from coserve.engine.parts import EngineParts
 from coserve.engine.records import EngineStats, RequestRecord

@@ -19,12 +19,12 @@ from coserve.devices.step_messages import TokenLogprob
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.engine.device_opening import device_on, device_settings, open_device_of
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
+from coserve.engine.jobs.training_data import Data, read_data
 from coserve.engine.outbox import Event
 from coserve.engine.prompts import Prompt, end_tokens_of, load_tokenizer, tokens_of
 from coserve.engine.request import Chunk, FinishReason
 from coserve.engine.text import TextStream
-from coserve.engine.training_data import Data, read_data
 from coserve.engine.vocabulary import TokenBytes
 from coserve.errors import JobError, RequestError
 from coserve.models.source import find_model

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.request import Chunk
 
 Event = Chunk | JobEvent

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Iterable
 
 from coserve.devices.base import Device
-from coserve.engine.answers import Answers, Decode
 from coserve.engine.calibration import Calibration
 from coserve.engine.command_log import CommandLog
 from coserve.engine.config import EngineConfig
 from coserve.engine.grammars import FindPieces, Grammars
 from coserve.engine.handed_over import HandedOver
 from coserve.engine.host_swap import HostSwap
-from coserve.engine.job_opening import JobOpener
-from coserve.engine.job_set import JobSet
+from coserve.engine.jobs.answers import Answers, Decode
+from coserve.engine.jobs.job_set import JobSet
+from coserve.engine.jobs.opening import JobOpener
 from coserve.engine.outbox import Outbox
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.request import Chunk

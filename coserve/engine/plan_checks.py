@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from coserve.engine.job import Job
+from coserve.engine.jobs.job import Job
 from coserve.errors import PolicyError
 from coserve.scheduling.plan import JobPhase, Partition, Plan
 

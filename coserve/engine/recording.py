@@ -13,10 +13,10 @@ from typing import Any
 from coserve.devices.messages import OpenVersion
 from coserve.devices.recording import Executed, FrameWriter, RecordingDevice
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.checkpoint import Checkpoint
 from coserve.engine.engine import Engine
 from coserve.engine.handed_over import HandedBlocks
-from coserve.engine.job_start import PeftFields
+from coserve.engine.jobs.checkpoint import Checkpoint
+from coserve.engine.jobs.start import PeftFields
 from coserve.engine.recorded_lines import (
     FILE_NAMES,
     FORMAT,

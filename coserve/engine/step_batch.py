@@ -8,8 +8,8 @@ from msgspec import structs
 
 from coserve.devices.messages import Command
 from coserve.devices.step_messages import LossRows, RequestRows, StepBatch, StepResult, Tasklets, Update, WindowRows
-from coserve.engine.job import Job
-from coserve.engine.job_set import JobSet
+from coserve.engine.jobs.job import Job
+from coserve.engine.jobs.job_set import JobSet
 from coserve.engine.plan_checks import check_plan
 from coserve.engine.request_queue import RequestQueue
 from coserve.scheduling.aged_factors import size_class

@@ -16,7 +16,7 @@ from coserve.devices.swap_messages import MovePages
 from coserve.engine.command_log import CommandLog
 from coserve.engine.config import EngineConfig
 from coserve.engine.host_swap import HostSwap
-from coserve.engine.job_set import JobSet
+from coserve.engine.jobs.job_set import JobSet
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.request_queue import RequestQueue
 from coserve.engine.served_adapters import ServedAdapters

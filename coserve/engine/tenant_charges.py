@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import msgspec
 
 from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.engine.job import Job
-from coserve.engine.job_set import JobSet
+from coserve.engine.jobs.job import Job
+from coserve.engine.jobs.job_set import JobSet
+from coserve.engine.jobs.step_shares import largest_pieces, shares_of_time
 from coserve.engine.request_queue import RequestQueue
-from coserve.engine.step_shares import largest_pieces, shares_of_time
 from coserve.scheduling.tenant_times import TenantTimes
 
 

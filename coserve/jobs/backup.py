@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from coserve.devices.job_messages import OPTIMIZER_FILE
-from coserve.engine.checkpoint import POSITION_FILE
+from coserve.engine.jobs.checkpoint import POSITION_FILE
 from coserve.errors import CoserveError
 from coserve.home import make_private
 from coserve.jobs.copying import Row

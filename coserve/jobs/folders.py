@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from coserve.adapters.file_names import CONFIG_FILE
-from coserve.engine.checkpoint import JOB_FILES
+from coserve.engine.jobs.checkpoint import JOB_FILES
 from coserve.home import make_private
 from coserve.jobs.records import CheckpointRecord, JobRecord
 from coserve.jobs.shared_files import SharedFiles, discard, entries

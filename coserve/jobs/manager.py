@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from math import inf
 from pathlib import Path
 
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import JobError
 from coserve.jobs.catalogue import JobAdapters
 from coserve.jobs.files import Files

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.jobs.folders import Folders, prune_records
 from coserve.jobs.messages import Checkpointed
 from coserve.jobs.names import checkpoint_name

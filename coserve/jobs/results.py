@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.jobs.records import IS_BEST, EventRecord
 from coserve.tuning.evaluation import METRICS
 

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import JobError
 from coserve.home import make_private
 from coserve.jobs.recording import job_event

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.records import RequestRecord
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError

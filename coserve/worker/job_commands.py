@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.peft_directory import adapter_config
 from coserve.devices.job_messages import ReadContributions
-from coserve.engine.checkpoint import write_contribution
 from coserve.engine.engine import Engine
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.checkpoint import write_contribution
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.served_adapters import AdapterLoad
 from coserve.errors import AdapterError, CoserveError, DiskFullError, JobOverError
 from coserve.jobs.messages import Checkpointed, Contributed, JobStart

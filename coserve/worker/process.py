@@ -22,7 +22,7 @@ from coserve.devices.process_memory import bound_compiled_products, give_back_fr
 from coserve.devices.rank_process import StartProcess, start_program
 from coserve.devices.step_messages import StepResult
 from coserve.engine.engine import Engine
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.outbox import Event
 from coserve.engine.recording import record
 from coserve.engine.records import EngineStats, HandoverStats

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.records import EngineStats, RequestRecord
 from coserve.engine.request import Chunk
 from coserve.jobs.messages import Checkpointed, Contributed, JobStart

@@ -8,7 +8,7 @@ import pytest
 
 from coserve.cluster.contributions import Contributions
 from coserve.cluster.shard_reports import ShardReports
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.jobs.messages import Checkpointed, Contributed
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example

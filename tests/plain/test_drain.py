@@ -9,7 +9,7 @@ from cluster_nodes import ScriptedNode, cluster, make_job, make_request, num_rea
 from msgspec.structs import replace
 
 from coserve.cluster.messages import NodeStatus
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import ClusterError, JobOverError
 from coserve.jobs.messages import Checkpointed
 from coserve.worker.protocol import AddRequest, CancelJob, PauseJob, StartJob, StepReport

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import DataError, JobError, StoreError
 from coserve.jobs.deaths import Deaths
 from coserve.jobs.files import Files

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coserve.engine.job_turns import JobTurns
+from coserve.engine.jobs.turns import JobTurns
 
 
 @dataclass

@@ -21,7 +21,7 @@ INSTEAD = {
 # Standard terms of the field where they are used as such: early stopping has a patience in transformers, too.
 TERMS = {
     "patience": (
-        *("coserve/tuning/early_stopping.py", "coserve/engine/job.py", "coserve/jobs/outcome.py"),
+        *("coserve/tuning/early_stopping.py", "coserve/engine/jobs/job.py", "coserve/jobs/outcome.py"),
         *("coserve/cli/commands/tune.py", "docs/jobs.md", "tests/server/test_early_stopping.py", "CHANGELOG.md"),
         "benchmarks/hardening.md",
     )

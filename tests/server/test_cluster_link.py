@@ -9,7 +9,7 @@ from cluster_nodes import READY, ScriptedNode, cluster, make_job, make_request, 
 from msgspec.structs import replace
 
 from coserve.cluster.messages import CommandBatch, NodeStatus
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import AdapterError, ClusterError, EngineGoneError, JobOverError
 from coserve.jobs.messages import Checkpointed
 from coserve.jobs.records import AdapterRef

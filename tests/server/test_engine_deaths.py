@@ -36,7 +36,7 @@ JobFiles.read = lambda job: os._exit(3)
 """,
     "written": """
 import os, time
-from coserve.engine.checkpoint import Checkpoint
+from coserve.engine.jobs.checkpoint import Checkpoint
 
 def deadly(self, parent):
     time.sleep(1)  # all that while the engine rests

@@ -9,7 +9,7 @@ import pytest
 from engines import examples_of, make_engine
 
 from coserve.adapters import LoraConfig
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import AdapterError, JobOverError
 from coserve.jobs.examples import write_examples_file
 from coserve.jobs.messages import JobStart

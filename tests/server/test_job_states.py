@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from job_data import DATA
 from job_engine import TENANT, World
 
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import EngineGoneError, JobError, JobOverError
 from coserve.jobs.messages import Checkpointed
 from coserve.jobs.recording import Report

@@ -18,7 +18,7 @@ from job_engine import LIMIT_S, TENANT, base_model, world
 from peft import PeftModel
 from support import make_model
 
-from coserve.engine.checkpoint import JOB_FILES, Checkpoint
+from coserve.engine.jobs.checkpoint import JOB_FILES, Checkpoint
 from coserve.errors import DeviceMemoryError, EngineGoneError, JobError
 from coserve.jobs import validation
 from coserve.jobs.examples import read_training_file

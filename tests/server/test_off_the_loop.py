@@ -14,8 +14,8 @@ from support import make_backbone
 from coserve.adapters import Adapter, LoraConfig
 from coserve.adapters.peft_directory import save_adapter
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.checkpoint import Checkpoint
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.checkpoint import Checkpoint
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
 from coserve.errors import RequestError

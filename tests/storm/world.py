@@ -19,11 +19,11 @@ from transformers import AutoConfig
 
 from coserve.adapters import LoraConfig
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.checkpoint import Checkpoint
 from coserve.engine.command_log import LostCommandError
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.checkpoint import Checkpoint
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
 from coserve.engine.served_adapters import AdapterLoad

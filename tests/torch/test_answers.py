@@ -10,7 +10,7 @@ from random_plans import random_policy
 from coserve.adapters import LoraConfig
 from coserve.client.job_progress import ANSWERS
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.request import Chunk
 from coserve.errors import DataError, JobError
 from coserve.tuning.config import OptimizerConfig, TuningConfig

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coserve.adapters import LoraConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import DataError
 from coserve.tuning.chats import ChatReader
 from coserve.tuning.config import OptimizerConfig, TuningConfig

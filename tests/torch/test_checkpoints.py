@@ -10,7 +10,7 @@ from random_plans import random_policy
 from safetensors.torch import load_file
 
 from coserve.adapters import LoraConfig
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import AdapterError, JobError
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 

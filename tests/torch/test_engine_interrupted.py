@@ -40,7 +40,7 @@ from coserve.devices.job_messages import (
 from coserve.devices.messages import DropVersion, OpenVersion
 from coserve.devices.step_messages import StepFailure
 from coserve.engine.engine import Engine
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.request import Chunk
 from coserve.errors import DeviceGoneError, DeviceMemoryError
 from coserve.tuning.config import TuningConfig

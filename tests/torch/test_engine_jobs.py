@@ -32,9 +32,9 @@ from coserve.adapters import Adapter, LoraConfig, save_adapter
 from coserve.devices.job_messages import BeginPack, DropCheckpoint, DropTrainer
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.torch_trainer import TorchTrainer
-from coserve.engine import job_opening
 from coserve.engine.checks import check_examples
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs import opening
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.request import Chunk
 from coserve.errors import AdapterError, DataError, JobError
 from coserve.simulate.hardware import Hardware
@@ -477,7 +477,7 @@ def test_the_examples_of_a_job_are_checked_once(monkeypatch, tmp_path):
     """Since requests wait meanwhile; whatever the job begins with."""
     engine, checked = make_engine(num_pages=100), []
     monkeypatch.setattr(
-        job_opening, "check_examples", lambda *given, **named: checked.append(given) or check_examples(*given, **named)
+        opening, "check_examples", lambda *given, **named: checked.append(given) or check_examples(*given, **named)
     )
     job = engine.submit(examples_of((5, 6)), TuningConfig(), adapter=LORA, name="one")
     assert len(checked) == 1

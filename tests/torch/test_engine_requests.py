@@ -28,7 +28,7 @@ from coserve.adapters import Adapter, LoraConfig
 from coserve.adapters.peft_directory import save_adapter
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.step_messages import StepFailure
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.request import Chunk
 from coserve.errors import AdapterError, BudgetError, RequestError
 from coserve.scheduling.slo import Slo

@@ -38,7 +38,7 @@ from coserve.devices.step_messages import RequestRows, StepBatch, StepFailure, S
 from coserve.devices.torch_device import TorchDevice
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
 from coserve.scheduling.profile import Profile

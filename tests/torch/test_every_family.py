@@ -30,7 +30,7 @@ from support import (
 
 from coserve.adapters import Adapter, LoraConfig, load_adapter, save_adapter
 from coserve.adapters.base import PEFT_PREFIX
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import AdapterError
 from coserve.kernels import names_for
 from coserve.kernels.weights import DenseWeight, Weight

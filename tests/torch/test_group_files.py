@@ -21,7 +21,7 @@ from coserve.devices.loading import open_device
 from coserve.devices.messages import OpenVersion, SaveAdapter
 from coserve.devices.settings import DeviceSettings
 from coserve.devices.step_messages import Update
-from coserve.engine.checkpoint import Checkpoint, JobPosition
+from coserve.engine.jobs.checkpoint import Checkpoint, JobPosition
 from coserve.errors import DiskFullError
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.simulate.roofline import roofline_profile

@@ -5,7 +5,7 @@ from engines import examples_of, word_tokenizer
 from support import make_backbone
 
 from coserve.adapters import LoraConfig
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import DataError, JobError
 from coserve.jobs.estimate import ProgressMeter
 from coserve.jobs.examples import read_examples_file, read_training_file, write_examples_file

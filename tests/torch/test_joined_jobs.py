@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from coserve.adapters import LoraConfig
 from coserve.engine.engine import Engine
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.simulate.hardware import Hardware
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 

@@ -10,9 +10,9 @@ from coserve.adapters import LoraConfig
 from coserve.devices.job_messages import BeginPack
 from coserve.devices.step_messages import StepBatch, StepFailure
 from coserve.engine.engine import Engine
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
+from coserve.engine.jobs.step_shares import largest_pieces
 from coserve.engine.outbox import Event
-from coserve.engine.step_shares import largest_pieces
 from coserve.errors import DeviceMemoryError, JobError
 from coserve.tuning.config import TuningConfig
 

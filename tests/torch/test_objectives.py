@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid, relu
 
 from coserve.adapters import Adapter, LoraConfig, save_adapter
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import AdapterError, DataError
 from coserve.jobs.examples import read_examples_file, write_examples_file
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs

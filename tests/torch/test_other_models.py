@@ -36,7 +36,7 @@ from support import VOCAB, random_weights_, summed_loss
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coserve.adapters import Adapter, LoraConfig, save_adapter
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import AdapterError, JobError
 from coserve.memory import weight_window
 from coserve.memory.weight_window import WeightWindow

@@ -30,7 +30,7 @@ from coserve.adapters.methods.ia3 import Ia3Config
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.adapters.peft_directory import adapter_config
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.errors import AdapterError
 from coserve.models import CachedSequence, forward, logits
 from coserve.tuning.config import OptimizerConfig, TuningConfig

@@ -37,7 +37,7 @@ from coserve.devices.messages import OpenVersion
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.step_messages import TokenLogprob
 from coserve.engine.engine import Engine
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
 from coserve.errors import UnsupportedModelError

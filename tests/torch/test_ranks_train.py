@@ -11,7 +11,7 @@ from peft_methods import config_of
 from rank_training import put_together
 
 from coserve.adapters import LoraConfig
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.examples import Example
 

@@ -35,7 +35,7 @@ from coserve.devices.messages import Command, DropVersion, OpenVersion
 from coserve.devices.swap_messages import SwapInTensors, SwapOutTensors
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.recorded_lines import read_recording
 from coserve.engine.recording import record
 from coserve.engine.replay import replay

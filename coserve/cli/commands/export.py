@@ -138,7 +138,7 @@ def _base_of(config: Path) -> str | None:
 def _copy_model(source: Path, directory: Path) -> None:
     """What full fine-tuning has made, without what a job needs to resume."""
     from coserve.devices.job_messages import OPTIMIZER_FILE
-    from coserve.engine.checkpoint import POSITION_FILE
+    from coserve.engine.jobs.checkpoint import POSITION_FILE
 
     for path in source.iterdir():
         if path.name not in (FULL_FILE, OPTIMIZER_FILE, POSITION_FILE):

@@ -9,7 +9,7 @@ from coserve.cluster.simulation.node import Progress, Said
 from coserve.cluster.view import NodeProfile, NodeView, Placed, Task
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.core import EngineCore
-from coserve.engine.job import JobEvent
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
 from coserve.scheduling.slo import Slo

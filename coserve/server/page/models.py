@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coserve.adapters.file_names import FULL_FILE
-from coserve.engine.checkpoint import JOB_FILES
+from coserve.engine.jobs.checkpoint import JOB_FILES
 from coserve.jobs.manager import JobManager
 from coserve.jobs.names import is_checkpoint
 from coserve.jobs.records import AdapterRecord

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, Response
 
-from coserve.engine.checkpoint import JOB_FILES
+from coserve.engine.jobs.checkpoint import JOB_FILES
 from coserve.errors import EngineGoneError
 from coserve.jobs.records import JobRecord, Page
 from coserve.jobs.shared_files import entries

@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 
 from coserve.devices.base import Clock
 from coserve.devices.job_messages import CloseTrainer
-from coserve.engine.answers import Answers
 from coserve.engine.command_log import CommandLog
 from coserve.engine.host_swap import HostSwap
-from coserve.engine.job import EventKind, Job, JobEvent
-from coserve.engine.optimizer_swap import OptimizerSwap
+from coserve.engine.jobs.answers import Answers
+from coserve.engine.jobs.events import EventKind, JobEvent
+from coserve.engine.jobs.job import Job
+from coserve.engine.jobs.optimizer_swap import OptimizerSwap
 from coserve.engine.page_broker import PageBroker
 from coserve.scheduling.fairness import TokenCounters
 

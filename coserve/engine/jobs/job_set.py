@@ -5,19 +5,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from coserve.devices.base import Device
 from coserve.devices.job_messages import DropTrainer
 from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.engine.answers import Answers
-from coserve.engine.checkpoint import Checkpoint, TakenCopy
 from coserve.engine.command_log import CommandLog
 from coserve.engine.host_swap import HostOwner, HostSwap
-from coserve.engine.job import Job, JobEvent
-from coserve.engine.job_copies import JobCopies
-from coserve.engine.job_endings import JobEndings
-from coserve.engine.job_exchange import JobExchange
-from coserve.engine.job_milestones import JobMilestones
-from coserve.engine.job_packs import JobPacks
-from coserve.engine.job_steps import JobSteps
-from coserve.engine.job_turns import JobTurns
-from coserve.engine.optimizer_swap import OptimizerSwap
+from coserve.engine.jobs.answers import Answers
+from coserve.engine.jobs.checkpoint import Checkpoint, TakenCopy
+from coserve.engine.jobs.copies import JobCopies
+from coserve.engine.jobs.endings import JobEndings
+from coserve.engine.jobs.events import JobEvent
+from coserve.engine.jobs.exchanges import JobExchange
+from coserve.engine.jobs.job import Job
+from coserve.engine.jobs.memory import JobPacks
+from coserve.engine.jobs.milestones import JobMilestones
+from coserve.engine.jobs.optimizer_swap import OptimizerSwap
+from coserve.engine.jobs.progress import JobSteps
+from coserve.engine.jobs.turns import JobTurns
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.records import WindowUse
 from coserve.engine.served_adapters import ServedAdapters

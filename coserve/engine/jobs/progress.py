@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping
 
 from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.engine.job import Job, JobEvent
-from coserve.engine.job_endings import JobEndings
-from coserve.engine.job_exchange import JobExchange
-from coserve.engine.job_milestones import JobMilestones
-from coserve.engine.job_packs import JobPacks
+from coserve.engine.jobs.endings import JobEndings
+from coserve.engine.jobs.events import JobEvent
+from coserve.engine.jobs.exchanges import JobExchange
+from coserve.engine.jobs.job import Job
+from coserve.engine.jobs.memory import JobPacks
+from coserve.engine.jobs.milestones import JobMilestones
+from coserve.engine.jobs.step_shares import joined_jobs, largest_pieces, shares_of_time
 from coserve.engine.records import WindowUse
-from coserve.engine.step_shares import joined_jobs, largest_pieces, shares_of_time
 from coserve.scheduling.fairness import TokenCounters
 
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from coserve.devices.job_messages import OpenTrainer, OtherModel, TrainerOpened, group_bytes
-from coserve.engine.checkpoint import JobPosition, read_position
+from coserve.engine.jobs.checkpoint import JobPosition, read_position
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.versions import AdapterVersions
 from coserve.errors import AdapterError, JobError

@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from coserve.devices.base import Device
-from coserve.engine.answers import Answers
-from coserve.engine.job import Job, JobEvent
-from coserve.engine.job_endings import JobEndings
+from coserve.engine.jobs.answers import Answers
+from coserve.engine.jobs.endings import JobEndings
+from coserve.engine.jobs.events import JobEvent
+from coserve.engine.jobs.job import Job
 from coserve.engine.served_adapters import ServedAdapters
 from coserve.errors import DeviceMemoryError
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from coserve.devices.base import Clock
 from coserve.devices.job_messages import CombineContributions
 from coserve.engine.command_log import CommandLog
-from coserve.engine.job import Job, JobEvent
-from coserve.engine.job_copies import JobCopies
-from coserve.engine.job_endings import JobEndings
-from coserve.engine.job_milestones import JobMilestones
+from coserve.engine.jobs.copies import JobCopies
+from coserve.engine.jobs.endings import JobEndings
+from coserve.engine.jobs.events import JobEvent
+from coserve.engine.jobs.job import Job
+from coserve.engine.jobs.milestones import JobMilestones
 from coserve.errors import DeviceMemoryError
 from coserve.tuning.shard import Combination
 

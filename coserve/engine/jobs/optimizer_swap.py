@@ -9,7 +9,7 @@ from coserve.devices.job_messages import group_bytes
 from coserve.devices.swap_messages import SwapInTensors, SwapOutTensors
 from coserve.engine.command_log import CommandLog
 from coserve.engine.host_swap import HostOwner, HostSwap
-from coserve.engine.job import Job
+from coserve.engine.jobs.job import Job
 from coserve.engine.page_broker import PageBroker
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.swapping import optimizer_swap_pays

@@ -8,19 +8,17 @@ device's.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
-import msgspec
-
 from coserve.devices.job_messages import TrainerOpened
 from coserve.devices.step_messages import PackSums
-from coserve.engine.checkpoint import JobPosition
-from coserve.engine.exchange import Exchange
-from coserve.engine.job_view import job_view
-from coserve.engine.memory_failures import MemoryFailures
-from coserve.engine.pack_queue import PackQueue
+from coserve.engine.jobs.checkpoint import JobPosition
+from coserve.engine.jobs.events import EventKind, JobEvent, StepSeconds
+from coserve.engine.jobs.exchange import Exchange
+from coserve.engine.jobs.memory_failures import MemoryFailures
+from coserve.engine.jobs.pack_queue import PackQueue
+from coserve.engine.jobs.view import job_view
 from coserve.scheduling.plan import JobPhase, JobView
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.early_stopping import BestEvaluation, evaluated_value
@@ -31,51 +29,9 @@ from coserve.tuning.order import PackMembers, TrainingOrder, packs_of
 from coserve.tuning.shard import Shard
 
 JobState = Literal["running", "paused", "succeeded", "failed", "cancelled"]
-EventKind = Literal["step", "evaluation", "version", "pack_dropped", "contribution", "succeeded", "failed", "cancelled"]
 
 # A gradient that is not finite skips its optimizer step; this many in a row fail the job.
 _MAX_BAD_STEPS = 5
-
-
-class StepSeconds(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What an optimizer step took of the device: its share, by rows, of the engine's steps that it was in. started_s:
-    when the first of these began; None if that is not known.
-    """
-
-    started_s: float | None = None
-    forward_s: float = 0.0
-    loss_s: float = 0.0
-    backward_s: float = 0.0
-    update_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobEvent:
-    """Something happened to a job after `step` optimizer steps.
-
-    loss, token_accuracy: means over trained tokens (or the units of the objective, which are as they should be), of the
-    step or of the validation set; metrics: of the objective, likewise, and of answers to the validation set. num_tokens
-    (trained or not), learning_rate, norm (of the gradient before clipping; None: it was not finite, and the step was
-    skipped): of a step. seconds: of a step. version: its label. A contribution is due to the other nodes of a job that
-    is divided among several.
-    """
-
-    job: str
-    kind: EventKind
-    step: int
-    now_s: float
-    loss: float | None = None
-    token_accuracy: float | None = None
-    num_trained: int = 0
-    num_tokens: int = 0
-    norm: float | None = None
-    learning_rate: float | None = None
-    seconds: StepSeconds = field(default=StepSeconds(), compare=False)
-    version: str | None = None
-    message: str = ""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    # Of an evaluation: whether it is the best one so far.
-    is_best: bool = False
 
 
 class Job:

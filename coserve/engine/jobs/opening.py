@@ -9,8 +9,8 @@ from coserve.devices.base import Device
 from coserve.devices.job_messages import DropTrainer, TrainerOpened
 from coserve.engine.checks import check_adapter_name, check_examples, with_virtual_tokens
 from coserve.engine.command_log import CommandLog
-from coserve.engine.job import Job
-from coserve.engine.job_start import JobStart, PeftFields, make_start, with_pack_size
+from coserve.engine.jobs.job import Job
+from coserve.engine.jobs.start import JobStart, PeftFields, make_start, with_pack_size
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.served_adapters import ServedAdapters
 from coserve.errors import DataError, DeviceGoneError, JobError

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from coserve.devices.base import Device
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.job import Job
+from coserve.engine.jobs.job import Job
 from coserve.engine.request import Chunk
 from coserve.engine.served_adapters import ServedAdapters
 from coserve.engine.serving import Serving

@@ -1,6 +1,6 @@
 """Where a job that is divided among nodes stands in its exchange with the others; see `coserve.tuning.shard`."""
 
-from coserve.engine.checkpoint import Checkpoint, TakenCopy
+from coserve.engine.jobs.checkpoint import Checkpoint, TakenCopy
 from coserve.tuning.shard import Combination, Shard
 
 

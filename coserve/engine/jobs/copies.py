@@ -2,9 +2,9 @@
 
 from coserve.devices.base import Device
 from coserve.devices.job_messages import TakeCheckpoint, TakeContribution
-from coserve.engine.checkpoint import Checkpoint, TakenCopy
 from coserve.engine.command_log import CommandLog
-from coserve.engine.job import Job
+from coserve.engine.jobs.checkpoint import Checkpoint, TakenCopy
+from coserve.engine.jobs.job import Job
 from coserve.errors import JobError
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from coserve.engine.job import Job
+from coserve.engine.jobs.job import Job
 
 
 class JobTurns:

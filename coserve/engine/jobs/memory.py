@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from coserve.devices.job_messages import DropPack
 from coserve.engine.command_log import CommandLog
 from coserve.engine.host_swap import HostSwap
-from coserve.engine.job import Job
+from coserve.engine.jobs.job import Job
 from coserve.engine.page_broker import MomentsNeed, PageBroker
 from coserve.errors import BudgetError, DeviceMemoryError
 
