@@ -1,5 +1,9 @@
-"""A plan: what changes hands, what the device is told, and what the latency model learns of the result."""
+"""How a plan is carried out: pages change hands, the plan is checked, the device is told, and the latency model learns.
 
+A policy is one file that anybody may write, so what it plans is checked as a user's input is.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
@@ -10,12 +14,12 @@ from coserve.devices.messages import Command
 from coserve.devices.step_messages import LossRows, RequestRows, StepBatch, StepResult, Tasklets, Update, WindowRows
 from coserve.engine.jobs.job import Job
 from coserve.engine.jobs.job_set import JobSet
-from coserve.engine.plan_checks import check_plan
 from coserve.engine.request_queue import RequestQueue
+from coserve.errors import PolicyError
 from coserve.scheduling.aged_factors import size_class
 from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.latency import LatencyModel, tasklet_section
-from coserve.scheduling.plan import Partition, Plan, PlannedLoss, PlannedRows, PlannedTasklets
+from coserve.scheduling.plan import JobPhase, Partition, Plan, PlannedLoss, PlannedRows, PlannedTasklets
 
 Piece = TypeVar("Piece", PlannedRows, PlannedLoss, PlannedTasklets)
 
@@ -246,3 +250,70 @@ def _share_run(plan: Plan, num_tasklets: Mapping[str, int]) -> float:
     if not planned:
         return 1.0
     return sum([part.rows * num_tasklets.get(part.job, 0) for part in plan.tasklets]) / planned
+
+
+def check_plan(plan: Plan, jobs: Mapping[str, Job], policy: str, *, num_units: int) -> None:
+    """Check that a plan can be run, apart from pages.
+
+    Args:
+        plan: Without the pieces for which there is no memory.
+        policy: Its name.
+        num_units: Units of the device.
+
+    Raises:
+        PolicyError: An item has two pieces of one kind, an empty one, or one for a phase that its job is not in; or the
+            device does not have as many units as the partition.
+    """
+    if max(len(plan.rows), len(plan.losses), len(plan.tasklets), len(plan.updates)) > 1:
+        _check_once(policy, "rows of request", [rows.item for rows in plan.rows if rows.kind != "window"])
+        _check_once(policy, "a window of job", [rows.item for rows in plan.rows if rows.kind == "window"])
+        _check_once(policy, "a piece of the loss of job", [piece.job for piece in plan.losses])
+        _check_once(policy, "tasklets of job", [part.job for part in plan.tasklets])
+        _check_once(policy, "an optimizer step of job", plan.updates)
+    for rows in plan.rows:
+        if rows.rows < 1:
+            _check_size(policy, rows.item, rows.rows)
+        if rows.kind == "window":
+            _check_phase(policy, "a window", jobs[rows.item], "forward")
+    losses: dict[str, int] = {}
+    for piece in plan.losses:
+        losses[piece.job] = piece.rows
+        _check_size(policy, piece.job, piece.rows)
+        _check_phase(policy, "a piece of the loss", jobs[piece.job], "loss")
+    for part in plan.tasklets:
+        job = jobs[part.job]
+        _check_size(policy, part.job, min(part.rows, part.num_tasklets))
+        # Losses come first in a step: tasklets may follow the last piece of it.
+        ends_loss = job.phase == "loss" and losses.get(part.job, 0) >= job.packs.num_loss_rows_left
+        if not ends_loss:
+            _check_phase(policy, "tasklets", job, "backward")
+    if plan.partition is not None:
+        _check_units(policy, plan.partition, num_units)
+
+
+def _check_once(policy: str, what: str, items: Sequence[str]) -> None:
+    if len(set(items)) == len(items):
+        return
+    for item, number in Counter(items).items():
+        if number > 1:
+            raise PolicyError(f"policy {policy} plans {what} {item!r} {number} times in one step; once is right")
+
+
+def _check_size(policy: str, item: str, number: int) -> None:
+    if number < 1:
+        raise PolicyError(f"policy {policy} plans a piece of {item!r} without rows; leave it out, or plan one at least")
+
+
+def _check_phase(policy: str, what: str, job: Job, right: JobPhase) -> None:
+    if job.phase != right:
+        raise PolicyError(f"policy {policy} plans {what} of job {job.id!r}, which is at {job.phase!r}, not {right!r}")
+
+
+def _check_units(policy: str, partition: Partition, num_units: int) -> None:
+    forward, backward = partition.forward_units, partition.backward_units
+    if min(forward, backward) < 1 or forward + backward > num_units:
+        right = f"at least one each and {num_units} together" if num_units > 1 else "no partition"
+        raise PolicyError(
+            f"policy {policy} plans {forward} units for the forward pass and {backward} for jobs beside it on a device "
+            f"that has {num_units}; {right} would be right"
+        )
