@@ -8,7 +8,7 @@ from coserve.devices.messages import DeviceInfo
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.jobs.job import Job
 from coserve.engine.request import virtual_tokens
-from coserve.engine.versions import AdapterVersion, AdapterVersions
+from coserve.engine.served_adapters import AdapterVersion, AdapterVersions
 from coserve.errors import AdapterError, JobError, RequestError
 from coserve.settings import shown
 from coserve.tuning.examples import Example

@@ -25,10 +25,9 @@ from coserve.engine.jobs.start import PeftFields, path_of
 from coserve.engine.outbox import Event
 from coserve.engine.parts import EngineParts
 from coserve.engine.records import EngineStats, RequestRecord
-from coserve.engine.served_adapters import AdapterLoad
+from coserve.engine.served_adapters import AdapterLoad, AdapterVersion, AdapterVersions
 from coserve.engine.serving import TextStreamMaker
 from coserve.engine.stats import take_stats
-from coserve.engine.versions import AdapterVersion, AdapterVersions
 from coserve.memory.kv_cache import KvCache
 from coserve.memory.pages import PagePool
 from coserve.scheduling.latency import LatencyModel

@@ -39,8 +39,7 @@ from coserve.engine.recorded_lines import (
     UnloadAdapter,
     UseVocabulary,
 )
-from coserve.engine.served_adapters import AdapterLoad
-from coserve.engine.versions import AdapterVersion
+from coserve.engine.served_adapters import AdapterLoad, AdapterVersion
 from coserve.errors import DataError
 from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig

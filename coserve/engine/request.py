@@ -8,8 +8,8 @@ import msgspec
 from coserve.devices.messages import CloseRequest, OpenRequest
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.step_messages import RequestRows, TokenLogprob
+from coserve.engine.served_adapters import AdapterVersion
 from coserve.engine.text import TextStream
-from coserve.engine.versions import AdapterVersion
 from coserve.memory.kv_cache import PagedSequence
 from coserve.memory.prefix_index import PrefixOwner
 from coserve.scheduling.attainment import Taken, TakenTime

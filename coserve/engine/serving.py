@@ -16,8 +16,8 @@ from coserve.engine.grammars import Grammars
 from coserve.engine.records import RequestRecord, record_of
 from coserve.engine.request import Chunk, Request
 from coserve.engine.request_queue import RequestQueue
+from coserve.engine.served_adapters import AdapterVersions
 from coserve.engine.text import TextStream
-from coserve.engine.versions import AdapterVersions
 from coserve.errors import RequestError
 from coserve.scheduling.attainment import RecentNeed, TakenTime
 from coserve.scheduling.fairness import TokenCounters

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from coserve.devices.messages import SaveAdapter
 from coserve.engine.core import EngineCore
-from coserve.engine.versions import AdapterVersion
+from coserve.engine.served_adapters import AdapterVersion
 from coserve.handover.messages import AdapterFiles
 
 

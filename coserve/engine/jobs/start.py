@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from coserve.devices.job_messages import OpenTrainer, OtherModel, TrainerOpened, group_bytes
 from coserve.engine.jobs.checkpoint import JobPosition, read_position
 from coserve.engine.page_broker import PageBroker
-from coserve.engine.versions import AdapterVersions
+from coserve.engine.served_adapters import AdapterVersions
 from coserve.errors import AdapterError, JobError
 from coserve.settings import shown
 from coserve.tuning.config import TuningConfig
