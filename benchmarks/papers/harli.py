@@ -19,7 +19,7 @@ from coserve.bench.open_loop import Played
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
-from coserve.engine.handed_over import HandedBlocks
+from coserve.engine.request_queue import ImportedBlocks
 from coserve.scheduling.slo import Slo
 from coserve.simulate.hardware import A100_40GB, ADA6000, Hardware
 from coserve.workloads.summary import percentile
@@ -201,7 +201,7 @@ def _ask(engine: EngineCore, num_prompt_tokens: int, num_output_tokens: int) -> 
     name = engine.add_tokens([1] * num_prompt_tokens, params, slo=_SLO)
     engine.hold(name)
     num_blocks = (num_prompt_tokens - 1) // engine.device.info.block_tokens
-    engine.arrive(name, HandedBlocks(path="", first_block=0, num_blocks=num_blocks))
+    engine.arrive(name, ImportedBlocks(path="", first_block=0, num_blocks=num_blocks))
 
 
 def _claims_14(rows: list[Row]) -> list[Claim]:

@@ -13,8 +13,8 @@ from statistics import mean
 
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.core import EngineCore
-from coserve.engine.handed_over import HandedBlocks
 from coserve.engine.request import Chunk
+from coserve.engine.request_queue import ImportedBlocks
 from coserve.errors import RequestError
 from coserve.scheduling.slo import Slo
 from coserve.workloads.summary import RequestOutcome
@@ -154,7 +154,7 @@ class OpenLoop:
             if self._handed_over:
                 self._engine.hold(name)
                 num_blocks = (len(tokens) - 1) // self._engine.device.info.block_tokens
-                self._engine.arrive(name, HandedBlocks(path="", first_block=0, num_blocks=num_blocks))
+                self._engine.arrive(name, ImportedBlocks(path="", first_block=0, num_blocks=num_blocks))
             self._open[name] = index
 
     def _step(self, started_s: float) -> None:

@@ -17,7 +17,6 @@ from coserve.devices.step_messages import StepResult
 from coserve.engine.checks import check_adapter_name
 from coserve.engine.config import EngineConfig
 from coserve.engine.grammars import FindPieces
-from coserve.engine.handed_over import HandedBlocks
 from coserve.engine.jobs.answers import Decode
 from coserve.engine.jobs.checkpoint import Checkpoint, TakenCopy
 from coserve.engine.jobs.job import Job
@@ -25,6 +24,7 @@ from coserve.engine.jobs.start import PeftFields, path_of
 from coserve.engine.outbox import Event
 from coserve.engine.parts import EngineParts
 from coserve.engine.records import EngineStats, RequestRecord
+from coserve.engine.request_queue import ImportedBlocks
 from coserve.engine.served_adapters import AdapterLoad, AdapterVersion, AdapterVersions
 from coserve.engine.serving import TextStreamMaker
 from coserve.engine.stats import take_stats
@@ -74,7 +74,7 @@ class EngineCore:
         self.requests, self.adapters, self.jobs = parts.requests, parts.adapters, parts.jobs
         self.pages, self.swap, self.counters = parts.pages, parts.swap, parts.counters
         self.loop, self.outbox, self.calibration = parts.loop, parts.outbox, parts.calibration
-        self.log, self._serving, self._handed, self.grammars = parts.log, parts.serving, parts.handed, parts.grammars
+        self.log, self._serving, self.grammars = parts.log, parts.serving, parts.grammars
         self._numbers = count()
 
     # -- questions --------------------------------------------------------------------
@@ -208,15 +208,14 @@ class EngineCore:
         """A request that waits is not to start before `arrive`: another instance computes its prompt
         (`coserve.handover`).
         """
-        if (first := self.requests.first(request)) is not None:
-            self._handed.hold(first.id)
+        self.requests.hold(request)
 
-    def arrive(self, request: str, blocks: HandedBlocks | None) -> None:
-        """What came of it, in a file that must stay until the request waits no more; None: nothing, and its prompt is
-        computed here. No error if it is not there any more.
+    def arrive(self, request: str, blocks: ImportedBlocks | None) -> None:
+        """Deliver the blocks of a held request's prompt; None means that there are none, and that it is computed here.
+
+        The file must exist until the request is admitted. It is no error if the request is not there any more.
         """
-        if (first := self.requests.first(request)) is not None:
-            self._handed.arrive(first.id, blocks)
+        self.requests.arrive(request, blocks)
 
     def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
         """What tokens stand for, before the first request with a grammar; see `Vocabulary`. RequestError if the device

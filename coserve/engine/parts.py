@@ -7,7 +7,6 @@ from coserve.engine.calibration import Calibration
 from coserve.engine.command_log import CommandLog
 from coserve.engine.config import EngineConfig
 from coserve.engine.grammars import FindPieces, Grammars
-from coserve.engine.handed_over import HandedOver
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.jobs.answers import Answers, Decode
 from coserve.engine.jobs.job_set import JobSet
@@ -59,8 +58,7 @@ class EngineParts:
             max_window_bytes=config.weight_window_bytes,
         )
         self.swap = HostSwap(self.pages.cache, info, latency, send)
-        self.handed = HandedOver(self.pages.cache, send)
-        self.requests = RequestQueue(self.pages.cache, self.swap, self.handed, self.counters)
+        self.requests = RequestQueue(self.pages.cache, self.swap, self.counters, send)
         self.adapters = ServedAdapters(device, self.log, self.swap, most=config.max_adapters)
         ends = frozenset(token for token in end_tokens if 0 <= token < info.vocab_size)
         self.grammars = Grammars(device, ends, find_pieces)
@@ -116,6 +114,5 @@ class EngineParts:
         """See `EngineCore`."""
         self.requests.check_integrity()
         self.swap.check_integrity([*self.requests.waiting, *self.jobs.on_host, *self.adapters.on_host])
-        self.handed.check_integrity(set(self.requests.waiting))
         held = {page for each in self.requests.running.values() if each.sequence for page in each.sequence.pages}
         self.pages.check_integrity(held, self.jobs.packs, self.jobs.with_optimizer)

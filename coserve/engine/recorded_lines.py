@@ -16,7 +16,7 @@ from coserve.devices.messages import DeviceInfo
 from coserve.devices.recording import DeviceLine, read_frames
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
-from coserve.engine.handed_over import HandedBlocks
+from coserve.engine.request_queue import ImportedBlocks
 from coserve.errors import DataError
 from coserve.scheduling.slo import Slo
 from coserve.settings import check_whole
@@ -102,7 +102,7 @@ class Arrive(msgspec.Struct, tag="arrive", frozen=True):
     """A call of `EngineCore.arrive`."""
 
     request: str
-    blocks: HandedBlocks | None
+    blocks: ImportedBlocks | None
 
 
 class FlushCommands(msgspec.Struct, tag="flush_commands", frozen=True):

@@ -14,7 +14,6 @@ from coserve.devices.messages import OpenVersion
 from coserve.devices.recording import Executed, FrameWriter, RecordingDevice
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.engine import Engine
-from coserve.engine.handed_over import HandedBlocks
 from coserve.engine.jobs.checkpoint import Checkpoint
 from coserve.engine.jobs.start import PeftFields
 from coserve.engine.recorded_lines import (
@@ -39,6 +38,7 @@ from coserve.engine.recorded_lines import (
     UnloadAdapter,
     UseVocabulary,
 )
+from coserve.engine.request_queue import ImportedBlocks
 from coserve.engine.served_adapters import AdapterLoad, AdapterVersion
 from coserve.errors import DataError
 from coserve.scheduling.slo import Slo
@@ -119,7 +119,7 @@ class RecordingEngine(Engine):
         with self._asked(Hold(request)):
             super().hold(request)
 
-    def arrive(self, request: str, blocks: HandedBlocks | None) -> None:
+    def arrive(self, request: str, blocks: ImportedBlocks | None) -> None:
         with self._asked(Arrive(request, blocks)):
             super().arrive(request, blocks)
 

@@ -1,17 +1,89 @@
-"""Requests that wait for pages and requests that run, by id and by the name that they were added under."""
+"""Requests that wait for pages and requests that run, by id and by the name that they were added under.
+
+A prompt can be computed by another instance: its request is held, and no policy may start it. Then the blocks that lie
+in a page file are known, if any, and the request waits as any other. When it is admitted, what is known here is shared,
+what lies in the file is copied, and the rest is computed; at least one token is, as after any prefix, so that its first
+token is chosen here. Who computes, and what goes between the two, is in `coserve.handover`.
+"""
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Annotated
 
-from msgspec import structs
+import msgspec
+from msgspec import Meta, structs
 
-from coserve.devices.messages import CloseRequest, OpenRequest
-from coserve.engine.handed_over import HandedOver
+from coserve.devices.messages import CloseRequest, Command, ImportPages, OpenRequest
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.request import Request
-from coserve.memory.kv_cache import KvCache
+from coserve.memory.kv_cache import KvCache, PagedSequence
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.plan import PlannedRows, RequestView
+
+
+class ImportedBlocks(msgspec.Struct, frozen=True):
+    """Blocks of a prompt that another instance has computed, in a page file: the first of them, and their number from
+    the file's start on.
+    """
+
+    path: str
+    first_block: Annotated[int, Meta(ge=0)]
+    num_blocks: Annotated[int, Meta(ge=0)]
+
+
+class BlockImports:
+    """Which requests wait for blocks from another instance, and what has come for them."""
+
+    def __init__(self, cache: KvCache, send: Callable[[Command], None]) -> None:
+        """Begin with none; send: appends a command to the device's log."""
+        self._block_tokens = cache.block_tokens
+        self._held: set[str] = set()
+        self._blocks: dict[str, ImportedBlocks] = {}
+        self._send = send
+
+    def hold(self, request: str) -> None:
+        """Keep a request from starting before `arrive`."""
+        self._held.add(request)
+
+    def is_held(self, request: str) -> bool:
+        return request in self._held
+
+    def arrive(self, request: str, blocks: ImportedBlocks | None) -> None:
+        """Note all that comes for a request that was held, which may start now; None: nothing comes."""
+        self._held.discard(request)
+        if blocks is not None and blocks.num_blocks:
+            self._blocks[request] = blocks
+
+    def release(self, request: str) -> None:
+        """Forget a request that does not wait any more, whether something has come for it or not."""
+        self._held.discard(request)
+        self._blocks.pop(request, None)
+
+    def num_tokens(self, request: str, num_known: int, num_tokens: int) -> int:
+        """Return how many of a request's num_tokens tokens lie in its file after the first num_known ones."""
+        return len(self._places(request, num_known, num_tokens)) * self._block_tokens
+
+    def bring_in(self, request: str, sequence: PagedSequence, num_tokens: int) -> None:
+        """Copy what follows the sequence's tokens and lies in the request's file into its pages, which it has taken."""
+        if places := self._places(request, sequence.length, num_tokens):
+            first = sequence.length // self._block_tokens
+            pages = tuple(sequence.pages[first : first + len(places)])
+            self._send(ImportPages(self._blocks[request].path, pages, tuple(places)))
+            sequence.fill(len(places))
+
+    def _places(self, request: str, num_known: int, num_tokens: int) -> range:
+        """Return which blocks of its file can be used; at least one token is left to compute."""
+        found = self._blocks.get(request)
+        if found is None:
+            return range(0)
+        start = num_known // self._block_tokens - found.first_block
+        end = min(found.num_blocks, (num_tokens - 1) // self._block_tokens - found.first_block)
+        return range(start, end) if start >= 0 else range(0)
+
+    def check_integrity(self, waiting: set[str]) -> None:
+        """Assert that only requests that wait are held, or have a file."""
+        assert self._held | self._blocks.keys() <= waiting
+
 
 # Of those that wait, how many are looked up among the known prefixes anew for each view: the others come later anyway.
 _NUM_LOOKED_UP = 16
@@ -20,11 +92,15 @@ _NUM_LOOKED_UP = 16
 class RequestQueue:
     """Every request that is not over, exactly once: waiting or running."""
 
-    def __init__(self, cache: KvCache, swap: HostSwap, handed: HandedOver, counters: TokenCounters) -> None:
+    def __init__(
+        self, cache: KvCache, swap: HostSwap, counters: TokenCounters, send: Callable[[Command], None]
+    ) -> None:
+        """Begin empty; send: appends a command to the device's log."""
         self.waiting: dict[str, Request] = {}  # preempted ones first, then as they came
         self.running: dict[str, Request] = {}  # in the order of admission
         self.num_preemptions = self.num_arrived = self.num_ended = 0
-        self._cache, self._swap, self._handed, self._counters = cache, swap, handed, counters
+        self._cache, self._swap, self._counters = cache, swap, counters
+        self._imports = BlockImports(cache, send)
         self._members: dict[str, list[Request]] = {}
         self._num_batch = 0  # sequences of batch work
         self.num_by_tenant: Counter[str] = Counter()  # sequences of every tenant that has any
@@ -88,7 +164,7 @@ class RequestQueue:
 
     def may_start(self, request: Request) -> bool:
         """Whether its turn has come to be admitted."""
-        return request.may_start and not self._handed.is_held(request.id)
+        return request.may_start and not self._imports.is_held(request.id)
 
     def first(self, name: str) -> Request | None:
         """The first sequence of a request while it waits; the others wait for it. None if it runs, or has ended."""
@@ -122,6 +198,16 @@ class RequestQueue:
             self.num_by_tenant[request.tenant] += 1
             self._wait(request)
 
+    def hold(self, name: str) -> None:
+        """Keep a request that waits from starting before `arrive`: another instance computes its prompt."""
+        if (first := self.first(name)) is not None:
+            self._imports.hold(first.id)
+
+    def arrive(self, name: str, blocks: ImportedBlocks | None) -> None:
+        """Note what has come for a request that was held; nothing if that is not there any more."""
+        if (first := self.first(name)) is not None:
+            self._imports.arrive(first.id, blocks)
+
     def note_model_changes(self, number: int) -> None:
         """The weights are others now: those that wait find no prefix that was computed with the old ones."""
         for request in self.waiting.values():
@@ -143,7 +229,7 @@ class RequestQueue:
         opened = request.open(sequence)
         sequence.reserve(num_rows)
         self._swap.bring_back(sequence, keys, len(request.tokens))  # after that: its own blocks may have given way
-        self._handed.bring_in(request.id, sequence, len(request.tokens))
+        self._imports.bring_in(request.id, sequence, len(request.tokens))
         self._stop_waiting(request)
         if not request.num_preemptions:
             self._counters.charge(request.tenant, prompt=len(request.prompt))
@@ -208,6 +294,7 @@ class RequestQueue:
         assert self.running.keys().isdisjoint(self.waiting)
         assert all(request.sequence is not None for request in self.running.values())
         assert all(request.sequence is None for request in self.waiting.values())
+        self._imports.check_integrity(set(self.waiting))
 
     def _wait(self, request: Request) -> None:
         shares = not request.scores_prompt
@@ -220,12 +307,12 @@ class RequestQueue:
     def _stop_waiting(self, request: Request) -> None:
         del self.waiting[request.id], self._keys[request.id], self._views[request.id]
         self._swap.release(request.id)
-        self._handed.release(request.id)
+        self._imports.release(request.id)
         self._counters.leave(request.tenant)
 
     def _look_up(self, request: Request) -> RequestView:
         keys, num_tokens = self._keys[request.id], len(request.tokens)
         num_pages, num_known = self._cache.num_pages_to_open(keys, num_tokens)
         num_known += self._swap.num_tokens_kept(keys, num_known, num_tokens)
-        num_known += self._handed.num_tokens(request.id, num_known, num_tokens)
-        return request.waiting_view(num_known, num_pages, is_held=self._handed.is_held(request.id))
+        num_known += self._imports.num_tokens(request.id, num_known, num_tokens)
+        return request.waiting_view(num_known, num_pages, is_held=self._imports.is_held(request.id))

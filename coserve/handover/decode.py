@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from coserve.engine.core import EngineCore
-from coserve.engine.handed_over import HandedBlocks
 from coserve.engine.outbox import Event
 from coserve.engine.records import HandoverStats
 from coserve.engine.request import Request
+from coserve.engine.request_queue import ImportedBlocks
 from coserve.errors import CoserveError
 from coserve.handover.adapter_files import WrittenAdapters
 from coserve.handover.messages import (
@@ -47,10 +47,10 @@ class _Asked:
         self.id, self.path, self.blocks, self.until_s = id, path, blocks, until_s
         self.num_blocks = 0
 
-    def handed(self) -> HandedBlocks | None:
+    def handed(self) -> ImportedBlocks | None:
         """What can be used of it."""
         number = self.num_blocks - self.blocks.start
-        return HandedBlocks(str(self.path), self.blocks.start, number) if number > 0 else None
+        return ImportedBlocks(str(self.path), self.blocks.start, number) if number > 0 else None
 
 
 class DecodeEnd:
