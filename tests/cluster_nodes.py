@@ -16,13 +16,13 @@ from coserve.engine.records import EngineStats
 from coserve.engine.request import Chunk
 from coserve.errors import EngineGoneError
 from coserve.jobs.messages import JobStart
+from coserve.protocol.messages import AddRequest, Ready, Reply, StepRecord, StepReport, decode_command, encode
 from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.fairness import TokenWeights
 from coserve.scheduling.profile import Curve, Profile
 from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig
 from coserve.version import VERSION
-from coserve.worker.protocol import AddRequest, Ready, Reply, StepRecord, StepReport, decode_command, encode
 
 LIMIT_S = 20.0
 # 1 ms for any pass, and 0.1 ms for each row.

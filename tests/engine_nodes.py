@@ -25,8 +25,8 @@ from coserve.devices.job_messages import WriteCheckpoint
 from coserve.devices.messages import Command
 from coserve.engine.engine import Engine
 from coserve.jobs.remote_files import RemoteFiles, shared_files
+from coserve.protocol.messages import AddRequest, decode_command, decode_report, encode
 from coserve.worker.process import EngineProcess
-from coserve.worker.protocol import AddRequest, decode_command, decode_report, encode
 
 
 class _KilledError(BaseException):

@@ -10,9 +10,9 @@ from cluster_nodes import num_ready
 import coserve.server.serve
 from coserve.cluster.front import DEFAULT_PLACEMENT, Front, check_config, node_settings
 from coserve.cluster.node import Node
+from coserve.engine_client.fork_server import ForkServer
 from coserve.server.config import ServerConfig
 from coserve.server.serve import Watcher
-from coserve.worker.fork_server import ForkServer
 from coserve.worker.process import main as run_engine
 
 # What `coserve up` does first, to be one.

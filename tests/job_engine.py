@@ -26,9 +26,9 @@ from coserve.jobs.records import DEFAULT_TENANT, JobRecord
 from coserve.jobs.settings import job_settings
 from coserve.jobs.shared_files import SharedFiles
 from coserve.jobs.store import Store
+from coserve.protocol.messages import CancelJob, PauseJob, Reply, ResumeJob, StartJob
 from coserve.tuning.objectives import SUPERVISED
 from coserve.worker.job_commands import JobCommands
-from coserve.worker.protocol import CancelJob, PauseJob, Reply, ResumeJob, StartJob
 
 TENANT = DEFAULT_TENANT
 LIMIT_S = 240.0  # for slow machines that do other things, too

@@ -24,10 +24,10 @@ from coserve.engine.engine import Engine
 from coserve.engine.jobs.events import JobEvent
 from coserve.jobs.examples import write_examples_file
 from coserve.jobs.messages import JobStart
+from coserve.protocol.messages import CancelJob, StartJob
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 from coserve.worker.job_commands import JobCommands
-from coserve.worker.protocol import CancelJob, StartJob
 
 RANK = 64
 NUM_EXAMPLES, NUM_TOKENS = 12, 24

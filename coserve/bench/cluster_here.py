@@ -39,9 +39,9 @@ from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.errors import ClusterError
 from coserve.models.backbone import Backbone
+from coserve.protocol.messages import AddRequest, EngineSettings, Ready, StepRecord, StepReport
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.profile import Curve, Profile
-from coserve.worker.protocol import AddRequest, EngineSettings, Ready, StepRecord, StepReport
 from coserve.workloads.summary import percentile
 
 # Requests that are alone, on both sides; the first of them warm the engines up.

@@ -18,9 +18,9 @@ from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.tasks import task_of_request
 from coserve.cluster.view import Task
 from coserve.engine.request import Chunk
+from coserve.engine_client.streams import RequestStream
 from coserve.errors import EngineGoneError
-from coserve.worker.protocol import AddRequest, Ready
-from coserve.worker.streams import RequestStream
+from coserve.protocol.messages import AddRequest, Ready
 
 # Nodes that may die of a request before it is given up: it may be what they die of.
 _MOST_TRIES = 3

@@ -11,9 +11,9 @@ from uuid import uuid4
 from msgspec.structs import replace
 
 from coserve.cluster.messages import CommandBatch, EngineLost, NodeCalls, decode_node_report
+from coserve.engine_client.supervisor import EngineOwner
 from coserve.errors import CoserveError, EngineGoneError
-from coserve.worker.protocol import StepReport, encode
-from coserve.worker.supervisor import EngineOwner
+from coserve.protocol.messages import StepReport, encode
 
 _log = logging.getLogger(__name__)
 

@@ -28,13 +28,13 @@ from coserve.cluster.shard_reports import Told
 from coserve.cluster.tracker import NodeTracker, Totals, how_unlike, joined_ready
 from coserve.cluster.view import ClusterView
 from coserve.engine.jobs.events import JobEvent
+from coserve.engine_client.link import EngineListener
+from coserve.engine_client.streams import RequestStream
 from coserve.errors import ClusterError, EngineGoneError
 from coserve.jobs.messages import JobStart
 from coserve.jobs.records import AdapterRef
 from coserve.jobs.shared_files import SharedFiles
-from coserve.worker.link import EngineListener
-from coserve.worker.protocol import AddRequest, Ready, StepReport
-from coserve.worker.streams import RequestStream
+from coserve.protocol.messages import AddRequest, Ready, StepReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ _SHUTDOWN_S = 20.0
 
 
 class ClusterLink:
-    """Belongs to one event loop. Implements `coserve.worker.access.EngineAccess`."""
+    """Belongs to one event loop. Implements `coserve.engine_client.access.EngineAccess`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a front and a node say to each other, beside what the engine's process says (`coserve.worker.protocol`).
+"""What a front and a node say to each other, beside what the engine's process says (`coserve.protocol.messages`).
 
 Clocks of machines differ: both sides say what their own shows when they send, and translate.
 """
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from coserve.cluster.shared_paths import SharedPaths
-from coserve.worker.protocol import EngineSettings, Report
+from coserve.protocol.messages import EngineSettings, Report
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):

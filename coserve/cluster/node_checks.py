@@ -14,7 +14,7 @@ from coserve.cluster.shared_paths import SeenFiles, SharedPaths, sampled_digest,
 from coserve.engine.config import EngineConfig
 from coserve.errors import ClusterError
 from coserve.jobs.records import AdapterRecord
-from coserve.worker.protocol import Ready
+from coserve.protocol.messages import Ready
 
 # What a node may take to look at its files, and of how many adapters, the newest, these are.
 _LOOK_S, _MOST_ADAPTERS = 60.0, 1_000

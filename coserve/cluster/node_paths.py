@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from coserve.jobs.messages import JobStart
 from coserve.jobs.records import AdapterRef
-from coserve.worker.protocol import AddRequest, CombineJob, LoadAdapter, StartJob, StepReport
+from coserve.protocol.messages import AddRequest, CombineJob, LoadAdapter, StartJob, StepReport
 
 # What engines read and write in a home; all else is for the front, or lies on every machine.
 _SHARED = "jobs"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coserve.worker.protocol import EngineSettings
+from coserve.protocol.messages import EngineSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,12 @@ from coserve.cluster.connection import NodeConnection
 from coserve.cluster.messages import NodeCalls, NodeStatus
 from coserve.cluster.node_checks import NodeChecks
 from coserve.cluster.tracker import NodeTracker
+from coserve.engine_client.link import EngineLink
+from coserve.engine_client.streams import RequestStream
+from coserve.engine_client.supervisor import EngineOwner
 from coserve.errors import CoserveError, EngineGoneError
+from coserve.protocol.messages import Ready, StepReport
 from coserve.version import VERSION
-from coserve.worker.link import EngineLink
-from coserve.worker.protocol import Ready, StepReport
-from coserve.worker.streams import RequestStream
-from coserve.worker.supervisor import EngineOwner
 
 _log = logging.getLogger(__name__)
 

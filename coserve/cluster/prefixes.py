@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from coserve.memory.prefix_index import PrefixIndex, PrefixOwner
-from coserve.worker.protocol import AddRequest
+from coserve.protocol.messages import AddRequest
 
 # Of a prompt, the blocks that are looked at: with these in common two prompts belong together, whatever follows. And of
 # a node, those that are remembered.

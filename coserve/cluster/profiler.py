@@ -20,10 +20,10 @@ from msgspec.structs import replace
 
 from coserve.cluster.view import Latency, NodeProfile
 from coserve.home import home_directory, is_trusted, make_private
+from coserve.protocol.messages import Ready
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import JobView
 from coserve.scheduling.profile import Profile
-from coserve.worker.protocol import Ready
 
 _log = logging.getLogger(__name__)
 # Lengths of sequences, in tokens, that the lines go through.

@@ -4,7 +4,7 @@ import time
 
 from coserve.cluster.view import Task
 from coserve.jobs.messages import JobStart
-from coserve.worker.protocol import AddRequest
+from coserve.protocol.messages import AddRequest
 
 
 def task_of_request(request: AddRequest, *, prefix: tuple[bytes, ...], excluded: frozenset[str]) -> Task:

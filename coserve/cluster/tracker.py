@@ -10,7 +10,7 @@ from msgspec import structs
 from coserve.cluster.prefixes import SentPrefixes
 from coserve.cluster.view import NodeProfile, NodeView
 from coserve.engine.records import EngineStats
-from coserve.worker.protocol import Ready, StepReport
+from coserve.protocol.messages import Ready, StepReport
 
 # The recent time over which utilisation is measured; without a step for as long, SLOs leave all of the time over.
 _RECENT_S = 10.0

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coserve.errors import LimitError
+from coserve.protocol.messages import Ready, StepReport
 from coserve.server.keys_file import Keys
 from coserve.server.ledger import Ledger
-from coserve.worker.protocol import Ready, StepReport
 
 # When a request under way ends is not known; this soon it can be asked again.
 _RETRY_S = 1.0

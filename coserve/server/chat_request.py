@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from coserve.devices.grammar import Grammar
 from coserve.devices.sampling_params import MAX_LOGPROBS
+from coserve.protocol.messages import Ready
 from coserve.server import reasoning
 from coserve.server.answer_reader import ChatFrame
 from coserve.server.chat_prompt import frame_of, plain_message, template_arguments
@@ -30,7 +31,6 @@ from coserve.server.schemas import ChatBody
 from coserve.server.structured import asked_grammar, grammar_field
 from coserve.server.token_details import TokenDetails
 from coserve.server.tools import Tools, grammar_of_calls, tools_of
-from coserve.worker.protocol import Ready
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,13 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 from msgspec import structs
 
+from coserve.engine_client.access import EngineAccess
+from coserve.engine_client.streams import RequestStream
 from coserve.errors import EngineGoneError
 from coserve.jobs.manager import JobManager
 from coserve.jobs.records import AdapterRecord
 from coserve.jobs.trackers import Trackers
+from coserve.protocol.messages import AddRequest, Ready
 from coserve.scheduling.slo import Slo
 from coserve.server.adapter_readers import AdapterReaders
 from coserve.server.adapters import AdapterCatalogue, LoadedAdapters, find_adapter
@@ -39,9 +42,6 @@ from coserve.server.tool_parsers import ToolParser, parser_class, parser_of_temp
 from coserve.server.tracing import Tracing
 from coserve.server.waiting import WaitingRequests
 from coserve.version import VERSION
-from coserve.worker.access import EngineAccess
-from coserve.worker.protocol import AddRequest, Ready
-from coserve.worker.streams import RequestStream
 
 
 @dataclass(kw_only=True)

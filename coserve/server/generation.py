@@ -14,13 +14,13 @@ from coserve.engine.prompts import Prompt
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
 from coserve.jobs.records import AdapterRecord
+from coserve.protocol.messages import AddRequest, Ready
 from coserve.scheduling.slo import Slo
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, as_api_error, not_found
 from coserve.server.prompts import Prompts, num_characters
 from coserve.server.schemas import SamplingBody, StreamOptions
 from coserve.server.texts import check_texts
-from coserve.worker.protocol import AddRequest, Ready
 
 # Fields of SamplingParams that a body has by the same name.
 _SAME = (

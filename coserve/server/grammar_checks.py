@@ -12,12 +12,12 @@ from dataclasses import replace
 from coserve.devices.grammar import Grammar
 from coserve.devices.grammar_check import GrammarChecker
 from coserve.devices.matching import Vocabulary
+from coserve.engine_client.access import EngineAccess
 from coserve.errors import RequestError, SandboxError
 from coserve.server.errors import ApiError
 from coserve.server.fair_turns import FairTurns, TooManyWaitError
 from coserve.server.prompts import Prompts
 from coserve.server.texts import check_texts
-from coserve.worker.access import EngineAccess
 
 # Grammars that are tried at once. One tenant has one place fewer at most.
 _NUM_PLACES = 3

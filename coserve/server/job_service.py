@@ -7,6 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from coserve.engine.prompts import end_tokens_of, load_tokenizer
+from coserve.engine_client.access import EngineAccess
 from coserve.errors import ModelError
 from coserve.jobs.batch_rows import BATCHES_FOLDER
 from coserve.jobs.databases import database_url
@@ -18,14 +19,13 @@ from coserve.jobs.store import Store
 from coserve.jobs.trackers import Trackers
 from coserve.models.families import build_architecture
 from coserve.models.source import ModelSource, check_model, find_model
+from coserve.protocol.messages import Ready, StepReport
 from coserve.server.batch_answers import ANSWERS
 from coserve.server.batch_runner import BatchRunner
 from coserve.server.batch_waiting import until_done
 from coserve.server.context import ServerContext
 from coserve.server.response_store import end_unfinished, unfinished
 from coserve.server.storage import Storage
-from coserve.worker.access import EngineAccess
-from coserve.worker.protocol import Ready, StepReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,9 +8,9 @@ from prometheus_client.registry import Collector
 
 from coserve.engine.records import EngineStats, RequestRecord
 from coserve.engine.request import Chunk
+from coserve.protocol.messages import Ready, StepReport
 from coserve.server.ledger import Ledger
 from coserve.server.vllm_metrics import VllmMetrics
-from coserve.worker.protocol import Ready, StepReport
 
 _STEPS = (1, 2, 3, 5, 7.5)
 # From half a millisecond, which a small model's step takes, to a minute.

@@ -5,9 +5,9 @@ import time
 from contextlib import suppress
 
 from coserve.devices.sampling_params import SamplingParams
+from coserve.engine_client.access import EngineAccess
 from coserve.errors import CoserveError, EngineGoneError
-from coserve.worker.access import EngineAccess
-from coserve.worker.protocol import AddRequest, Ready, StepReport
+from coserve.protocol.messages import AddRequest, Ready, StepReport
 
 
 class Readiness:

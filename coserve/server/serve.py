@@ -21,11 +21,16 @@ from typing import Any, Protocol
 import uvicorn
 from fastapi import FastAPI
 
+from coserve.engine_client.access import EngineAccess
+from coserve.engine_client.fork_server import ForkServer
+from coserve.engine_client.link import EngineLink, engine_here
 from coserve.errors import CoserveError
 from coserve.home import private_files
 from coserve.jobs.remote_files import files_url
 from coserve.models.fast_imports import import_configurations, without_collections
 from coserve.models.source import find_model
+from coserve.protocol.messages import EngineSettings, Ready, StartProgress, StepReport
+from coserve.protocol.run_directory import clear_socket_directories
 from coserve.server.adapters import GivenAdapters
 from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
@@ -37,12 +42,7 @@ from coserve.server.keys_file import tenant_weights
 from coserve.server.prompts import Prompts, template_of
 from coserve.server.running import RunningServer, announced, reachable_url
 from coserve.server.tracing import open_tracing
-from coserve.worker.access import EngineAccess
-from coserve.worker.fork_server import ForkServer
-from coserve.worker.link import EngineLink, engine_here
 from coserve.worker.process import main as run_engine
-from coserve.worker.protocol import EngineSettings, Ready, StartProgress, StepReport
-from coserve.worker.run_directory import clear_socket_directories
 
 _log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from coserve.engine.grammars import MAX_BYTES, MAX_TENANT_BYTES
 from coserve.engine.records import EngineStats, RequestRecord
+from coserve.protocol.messages import Ready, StartProgress, StepRecord, StepReport
 from coserve.server.history import Span, TokenHistory
 from coserve.server.ledger import Ledger
-from coserve.worker.protocol import Ready, StartProgress, StepRecord, StepReport
 
 WINDOW_S = 60.0
 _MOST_KEPT = 20_000

@@ -18,8 +18,8 @@ from coserve.engine.jobs.events import JobEvent
 from coserve.engine.records import RequestRecord
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
+from coserve.protocol.messages import AddRequest, Ready, StepReport
 from coserve.version import VERSION
-from coserve.worker.protocol import AddRequest, Ready, StepReport
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

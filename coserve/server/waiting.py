@@ -2,8 +2,8 @@
 
 from collections import Counter
 
+from coserve.protocol.messages import Ready, StepReport
 from coserve.server.errors import ApiError
-from coserve.worker.protocol import Ready, StepReport
 
 _RETRY_AFTER_S = 2
 

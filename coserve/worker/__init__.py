@@ -1,1 +1,1 @@
-"""The engine in a process of its own: its loop, its link to the server, commands, when checkpoints are taken."""
+"""The engine's process: its loop, what it does with each command, when checkpoints are taken, and its ranks."""

@@ -11,10 +11,7 @@ from coserve.engine.engine import Engine
 from coserve.errors import AdapterError, CoserveError
 from coserve.handover.base import Alone, HandoverEnd
 from coserve.jobs.records import AdapterRef
-from coserve.worker.activity import Activity
-from coserve.worker.command_queue import CommandQueue
-from coserve.worker.job_commands import JobCommands
-from coserve.worker.protocol import (
+from coserve.protocol.messages import (
     AddRequest,
     CancelRequest,
     CombineJob,
@@ -26,6 +23,9 @@ from coserve.worker.protocol import (
     UnloadAdapter,
     UseVocabulary,
 )
+from coserve.worker.activity import Activity
+from coserve.worker.command_queue import CommandQueue
+from coserve.worker.job_commands import JobCommands
 
 _log = logging.getLogger(__name__)
 

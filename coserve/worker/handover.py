@@ -14,8 +14,8 @@ from coserve.handover.base import Alone, HandoverEnd
 from coserve.handover.decode import DecodeEnd
 from coserve.handover.prefill import PrefillEnd
 from coserve.handover.transport import Listener, connect
-from coserve.worker.protocol import EngineSettings
-from coserve.worker.run_directory import make_pages_directory
+from coserve.protocol.messages import EngineSettings
+from coserve.protocol.run_directory import make_pages_directory
 
 
 def open_handover(engine: Engine, settings: EngineSettings) -> HandoverEnd:

@@ -27,11 +27,11 @@ from coserve.errors import AdapterError, CoserveError, DiskFullError, JobOverErr
 from coserve.jobs.messages import Checkpointed, Contributed, JobStart
 from coserve.jobs.records import AdapterRef
 from coserve.jobs.shared_files import SharedFiles
+from coserve.protocol.messages import CancelJob, CombineJob, PauseJob, Reply, ResumeJob, StartJob
 from coserve.worker.activity import Activity
 from coserve.worker.disk_writers import DiskWriters
 from coserve.worker.job_files import JobFiles
 from coserve.worker.pending_reports import PendingReport, PendingReports
-from coserve.worker.protocol import CancelJob, CombineJob, PauseJob, Reply, ResumeJob, StartJob
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coserve.engine.jobs.events import JobEvent
 from coserve.jobs.messages import Checkpointed, Contributed
-from coserve.worker.protocol import Reply
+from coserve.protocol.messages import Reply
 
 
 @dataclass(kw_only=True)

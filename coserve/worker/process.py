@@ -33,12 +33,7 @@ from coserve.home import home_directory
 from coserve.jobs.remote_files import shared_files
 from coserve.jobs.shared_files import SharedFiles
 from coserve.logs import configure_logs
-from coserve.sandbox.parent_death import end_with_parent
-from coserve.worker.activity import Activity, WatchedDevice
-from coserve.worker.commands import Commands
-from coserve.worker.handover import open_handover
-from coserve.worker.job_commands import JobCommands
-from coserve.worker.protocol import (
+from coserve.protocol.messages import (
     STATS_S,
     CancelJob,
     EngineSettings,
@@ -54,6 +49,11 @@ from coserve.worker.protocol import (
     decode_command,
     encode,
 )
+from coserve.sandbox.parent_death import end_with_parent
+from coserve.worker.activity import Activity, WatchedDevice
+from coserve.worker.commands import Commands
+from coserve.worker.handover import open_handover
+from coserve.worker.job_commands import JobCommands
 from coserve.worker.rank_forks import rank_starter
 from coserve.worker.ranks import RankStates, ending_with
 from coserve.worker.ready import ready_report

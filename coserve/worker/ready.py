@@ -4,7 +4,7 @@ import torch
 
 from coserve.devices.kept_profiles import device_name
 from coserve.engine.engine import Engine
-from coserve.worker.protocol import Ready
+from coserve.protocol.messages import Ready
 
 
 def ready_report(engine: Engine) -> Ready:

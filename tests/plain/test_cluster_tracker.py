@@ -15,10 +15,10 @@ from coserve.cluster.tracker import NodeTracker, Totals, joined_ready
 from coserve.cluster.view import NodeView, Task
 from coserve.devices.sampling_params import SamplingParams
 from coserve.jobs.records import AdapterRef
+from coserve.protocol.messages import StepReport
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.profile import Curve
 from coserve.scheduling.slo import Slo
-from coserve.worker.protocol import StepReport
 
 
 def test_stats_are_summed_but_for_the_worst():

@@ -12,7 +12,7 @@ from coserve.cluster.messages import NodeStatus
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import ClusterError, JobOverError
 from coserve.jobs.messages import Checkpointed
-from coserve.worker.protocol import AddRequest, CancelJob, PauseJob, StartJob, StepReport
+from coserve.protocol.messages import AddRequest, CancelJob, PauseJob, StartJob, StepReport
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

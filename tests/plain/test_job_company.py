@@ -5,10 +5,10 @@ from typing import Any
 
 from coserve.cli.main import app
 from coserve.engine.records import EngineStats
+from coserve.protocol.messages import StepReport
 from coserve.scheduling.slo import Slo
 from coserve.server.ledger import Ledger
 from coserve.server.metrics import Metrics
-from coserve.worker.protocol import StepReport
 
 GROUPS = (("ftjob-a", "ftjob-c", "ftjob-d"), ("ftjob-b", "ftjob-e"))
 

@@ -4,7 +4,7 @@ import pytest
 
 from coserve.cluster.node_resources import NodeResources, node_resources, num_nodes_of
 from coserve.engine.config import EngineConfig
-from coserve.worker.protocol import EngineSettings
+from coserve.protocol.messages import EngineSettings
 
 
 def settings(num_ranks: int, threads: int | None = None) -> EngineSettings:

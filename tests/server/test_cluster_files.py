@@ -19,8 +19,8 @@ from coserve.cluster.node_paths import NodePaths
 from coserve.devices.sampling_params import SamplingParams
 from coserve.jobs.messages import Checkpointed, Contributed
 from coserve.jobs.records import AdapterRef
+from coserve.protocol.messages import AddRequest, CombineJob, LoadAdapter, Ping, StepReport
 from coserve.tuning.shard import Combination
-from coserve.worker.protocol import AddRequest, CombineJob, LoadAdapter, Ping, StepReport
 
 needs_ftp = pytest.mark.skipif(find_spec("pyftpdlib") is None, reason="needs an FTP server: pip install pyftpdlib")
 

@@ -15,7 +15,7 @@ from coserve.cluster.placement import make_placement
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.errors import JobOverError
 from coserve.jobs.messages import Checkpointed, JobStart
-from coserve.worker.protocol import PauseJob, ResumeJob, StartJob, StepReport
+from coserve.protocol.messages import PauseJob, ResumeJob, StartJob, StepReport
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

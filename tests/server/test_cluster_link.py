@@ -13,8 +13,7 @@ from coserve.engine.jobs.events import JobEvent
 from coserve.errors import AdapterError, ClusterError, EngineGoneError, JobOverError
 from coserve.jobs.messages import Checkpointed
 from coserve.jobs.records import AdapterRef
-from coserve.tuning.shard import DataParallel
-from coserve.worker.protocol import (
+from coserve.protocol.messages import (
     AddRequest,
     CancelJob,
     CancelRequest,
@@ -26,6 +25,7 @@ from coserve.worker.protocol import (
     UnloadAdapter,
     decode_command,
 )
+from coserve.tuning.shard import DataParallel
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

@@ -15,7 +15,7 @@ from coserve.cluster.node_checks import NodeChecks
 from coserve.engine.config import EngineConfig
 from coserve.errors import AdapterError, ClusterError
 from coserve.jobs.records import AdapterRef
-from coserve.worker.protocol import AddRequest, EngineSettings, LoadAdapter, UnloadAdapter
+from coserve.protocol.messages import AddRequest, EngineSettings, LoadAdapter, UnloadAdapter
 
 PIRATE = AdapterRef(name="someone/pirate#1", directory="/adapters/pirate")
 

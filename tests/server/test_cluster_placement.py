@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from coserve.cluster.placement import placement_names
 from coserve.jobs.records import AdapterRef
+from coserve.protocol.messages import AddRequest, StartJob, StepReport
 from coserve.scheduling.fairness import TokenWeights
-from coserve.worker.protocol import AddRequest, StartJob, StepReport
 
 BIG = replace(READY, num_pages=1000)
 

@@ -19,7 +19,7 @@ from coserve.devices.messages import SaveAdapter
 from coserve.engine.engine import Engine
 from coserve.errors import JobError
 from coserve.jobs.records import JobRecord
-from coserve.worker.protocol import CancelJob, StartJob, decode_command
+from coserve.protocol.messages import CancelJob, StartJob, decode_command
 
 
 async def create(made: World, *, epochs: int = 3, **extension: Any) -> JobRecord:

@@ -12,14 +12,14 @@ from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.records import EngineStats
 from coserve.engine.request import Chunk
+from coserve.engine_client.launch import program
+from coserve.engine_client.link import EngineLink, engine_here
+from coserve.engine_client.streams import RequestStream
+from coserve.engine_client.supervisor import Supervisor
 from coserve.errors import EngineGoneError, ModelError
+from coserve.protocol.messages import AddRequest, CancelRequest, EngineSettings, Ready, StepReport
 from coserve.scheduling.slo import Slo
 from coserve.server.readiness import Readiness
-from coserve.worker.launch import program
-from coserve.worker.link import EngineLink, engine_here
-from coserve.worker.protocol import AddRequest, CancelRequest, EngineSettings, Ready, StepReport
-from coserve.worker.streams import RequestStream
-from coserve.worker.supervisor import Supervisor
 
 
 def make_stream(n: int = 1) -> RequestStream:
@@ -89,7 +89,7 @@ import sys, time
 from pathlib import Path
 import msgspec, zmq
 from coserve.scheduling.slo import Slo
-from coserve.worker.protocol import EngineSettings, Ready, StartFailed, encode
+from coserve.protocol.messages import EngineSettings, Ready, StartFailed, encode
 socket = zmq.Context().socket(zmq.PAIR)
 socket.connect(msgspec.json.decode(sys.stdin.readline(), type=EngineSettings).address)
 """
@@ -178,7 +178,7 @@ def test_a_command_to_nobody_is_no_error():
 # Answers whether its loop comes round; and with STEPS, a request with a token.
 ANSWERS_PINGS = """
 from coserve.engine.request import Chunk
-from coserve.worker.protocol import AddRequest, Ping, Pong, StepReport, decode_command
+from coserve.protocol.messages import AddRequest, Ping, Pong, StepReport, decode_command
 while True:
     command = decode_command(socket.recv())
     if isinstance(command, Ping):

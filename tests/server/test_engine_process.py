@@ -15,11 +15,11 @@ from coserve.devices.step_messages import StepFailure
 from coserve.engine.engine import Engine
 from coserve.jobs.examples import write_examples_file
 from coserve.jobs.messages import JobStart
+from coserve.protocol.messages import AddRequest, Shutdown, StartJob, StepRecord, StepReport, decode_report, encode
 from coserve.server.ledger import Ledger
 from coserve.server.status import StatusBoard
 from coserve.tuning.config import TuningConfig
 from coserve.worker.process import EngineProcess
-from coserve.worker.protocol import AddRequest, Shutdown, StartJob, StepRecord, StepReport, decode_report, encode
 
 LORA = LoraConfig(r=2, target_modules="all-linear")
 MOST_LOOKS = 3000

@@ -13,11 +13,11 @@ from coserve.engine.jobs.events import JobEvent
 from coserve.errors import AdapterError, JobOverError
 from coserve.jobs.examples import write_examples_file
 from coserve.jobs.messages import JobStart
+from coserve.protocol.messages import CancelJob, PauseJob, Reply, ResumeJob, StartJob
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.shard import Shard
 from coserve.worker.job_commands import JobCommands
 from coserve.worker.pending_reports import PendingReports
-from coserve.worker.protocol import CancelJob, PauseJob, Reply, ResumeJob, StartJob
 
 NUM_STEPS = 6
 

@@ -10,13 +10,13 @@ from served import Served, keys_file, serving
 
 from coserve.engine.request import Chunk
 from coserve.errors import LimitError
+from coserve.protocol.messages import StepReport
 from coserve.scheduling.slo import Slo
 from coserve.server.admission import Admission
 from coserve.server.config import ServerConfig
 from coserve.server.keys_file import Keys
 from coserve.server.ledger import Entry, Ledger
 from coserve.server.limits import Limits
-from coserve.worker.protocol import StepReport
 
 LINES = b'{"text": "serve and learn"}\n' * 8
 

@@ -11,9 +11,9 @@ from coserve.cluster.messages import NodeSettings, NodeStatus, decode_node_repor
 from coserve.cluster.node import Node
 from coserve.cluster.shared_paths import SeenFiles, SharedPaths, sampled_digest
 from coserve.engine.config import EngineConfig
+from coserve.engine_client.launch import program
 from coserve.models.source import find_model
-from coserve.worker.launch import program
-from coserve.worker.protocol import EngineSettings, Ready
+from coserve.protocol.messages import EngineSettings, Ready
 
 CONFIG = EngineConfig(memory_bytes=16_000_000)
 

@@ -18,15 +18,12 @@ from coserve.engine.jobs.checkpoint import Checkpoint
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
+from coserve.engine_client.streams import RequestStream
 from coserve.errors import RequestError
 from coserve.jobs.examples import write_examples_file
 from coserve.jobs.messages import JobStart
 from coserve.jobs.records import AdapterRef
-from coserve.tuning.config import TuningConfig
-from coserve.worker.command_queue import CommandQueue
-from coserve.worker.commands import Commands
-from coserve.worker.job_commands import JobCommands
-from coserve.worker.protocol import (
+from coserve.protocol.messages import (
     AddRequest,
     CancelRequest,
     LoadAdapter,
@@ -37,7 +34,10 @@ from coserve.worker.protocol import (
     StopSequence,
     UnloadAdapter,
 )
-from coserve.worker.streams import RequestStream
+from coserve.tuning.config import TuningConfig
+from coserve.worker.command_queue import CommandQueue
+from coserve.worker.commands import Commands
+from coserve.worker.job_commands import JobCommands
 
 LIMIT_S = 60.0
 

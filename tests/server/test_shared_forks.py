@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from coserve.worker.fork_server import ForkServer
-from coserve.worker.shared_forks import connect
+from coserve.engine_client.fork_server import ForkServer
+from coserve.engine_client.shared_forks import connect
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="engines are forked on Linux alone")
 

@@ -16,8 +16,8 @@ from coserve.cluster.front_choice import choose_front
 from coserve.cluster.messages import settings_digest
 from coserve.cluster.standby import StandbyFront
 from coserve.errors import EngineGoneError, StoreError
+from coserve.protocol.messages import AddRequest, PauseJob
 from coserve.server.config import ServerConfig
-from coserve.worker.protocol import AddRequest, PauseJob
 
 
 def make_front(home: Path, node: ScriptedNode | None = None, **settings: Any) -> StandbyFront:

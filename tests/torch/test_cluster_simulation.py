@@ -23,9 +23,9 @@ from coserve.cluster.view import ClusterView, Placed, Task
 from coserve.engine.config import EngineConfig
 from coserve.errors import DataError
 from coserve.models.backbone import load_backbone
+from coserve.protocol.messages import Ready, StepRecord, StepReport
 from coserve.scheduling.latency import LatencyModel
 from coserve.simulate.hardware import H100
-from coserve.worker.protocol import Ready, StepRecord, StepReport
 from coserve.workloads.arrivals import poisson
 from coserve.workloads.traces import TracedJob, read_jobs
 

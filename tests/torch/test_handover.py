@@ -49,15 +49,15 @@ from coserve.handover.prefill import PrefillEnd
 from coserve.handover.transport import Listener, LocalTransport, connect, local_pair
 from coserve.memory.page_files import PageFiles
 from coserve.memory.paged_kv import PagedKv, kv_page_bytes
-from coserve.simulate.modelled_device import ModelledDevice
-from coserve.simulate.roofline import roofline_profile
-from coserve.tuning.config import OptimizerConfig, TuningConfig
-from coserve.worker.run_directory import (
+from coserve.protocol.run_directory import (
     clear_socket_directories,
     make_pages_directory,
     make_socket_directory,
     socket_address,
 )
+from coserve.simulate.modelled_device import ModelledDevice
+from coserve.simulate.roofline import roofline_profile
+from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 # On the tiny model copying never pays with a bus that is as fast as this one's.
 FAST_BUS = replace(FAST, host_bytes_per_s=1e15)

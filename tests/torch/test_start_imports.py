@@ -25,7 +25,7 @@ def test_a_server_and_its_engine_import_nothing_heavy_before_they_serve():
 import coserve.server.serve
 from coserve.engine.prompts import load_tokenizer
 from coserve.models.source import find_model
-from coserve.worker.fork_server import import_for_engines
+from coserve.engine_client.fork_server import import_for_engines
 
 import_for_engines("tiny")
 load_tokenizer(find_model("tiny"))

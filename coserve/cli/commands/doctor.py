@@ -28,7 +28,7 @@ def doctor(
     from coserve.cli.tables import console, table
     from coserve.jobs.doctor import Finding, examine
     from coserve.kernels.cpu_library import why_none
-    from coserve.worker.run_directory import remove_socket_directory
+    from coserve.protocol.run_directory import remove_socket_directory
 
     with store_at_rest(home, database) as (directory, store):
         findings = examine(directory, store)

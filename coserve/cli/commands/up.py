@@ -17,8 +17,8 @@ from coserve.models.source import check_model
 from coserve.server.keys import is_digest
 
 if TYPE_CHECKING:
+    from coserve.protocol.messages import Ready, StartProgress
     from coserve.server.context import ServerContext
-    from coserve.worker.protocol import Ready, StartProgress
 
 _log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from coserve.engine.core import EngineCore
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
+from coserve.protocol.messages import STATS_S
 from coserve.scheduling.slo import Slo
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
-from coserve.worker.protocol import STATS_S
 
 # A training task is examples of this many tokens, and an optimizer step for each batch.
 _EXAMPLE_TOKENS, _BATCH_SIZE = 512, 4

@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from coserve.protocol.messages import Ready
 from coserve.server.bodies import JsonRoute
 from coserve.server.chat_prompt import plain_message, template_arguments
 from coserve.server.context import Context, ServerContext, Tenant
@@ -14,7 +15,6 @@ from coserve.server.prompts import Prompts, num_characters
 from coserve.server.responses import ignored_header, json_response
 from coserve.server.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from coserve.server.tools import Tools
-from coserve.worker.protocol import Ready
 
 router = APIRouter(route_class=JsonRoute)
 # Counted before the tokenizer sees them: it takes a second or two for as many.

@@ -3,7 +3,7 @@
 What a fork server imports takes seconds of computing, many more by the clock beside engines that serve, for which a
 node that has died would have to wait. So nodes of one machine share one, which outlives them: it belongs to none,
 listens in their home, and ends when nobody has been connected to it for a while. Each node that connects gets a child
-of its own, which forks engines for it alone, and ends with the connection. See `coserve.worker.fork_server`.
+of its own, which forks engines for it alone, and ends with the connection. See `coserve.engine_client.fork_server`.
 
 Nodes share one only if they would have imported the same: by their program, code, directory and what libraries may
 read of the environment when they are imported. Each engine has the whole environment of its node.
@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 
 import coserve
+from coserve.engine_client.fork_server import import_for_engines, serve_connection
 from coserve.home import home_directory, make_private
-from coserve.worker.fork_server import import_for_engines, serve_connection
 
 # Until it listens, which it does before it imports anything; and until another one is tried.
 _CONNECT_S, _START_S, _POLL_S = 60.0, 5.0, 0.05

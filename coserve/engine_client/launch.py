@@ -1,4 +1,4 @@
-"""How the engine's process is started: as a program of its own, here; or by `coserve.worker.fork_server`."""
+"""How the engine's process is started: as a program of its own, here; or by `coserve.engine_client.fork_server`."""
 
 import asyncio
 import os

@@ -28,11 +28,11 @@ from typing import NoReturn
 
 import msgspec
 
+from coserve.engine_client.launch import Launched
 from coserve.errors import CoserveError
 from coserve.home import home_environment
 from coserve.models.fast_imports import import_configurations, without_collections
 from coserve.sandbox.parent_death import end_with_parent
-from coserve.worker.launch import Launched
 
 _MOST_BYTES = 1 << 16
 
@@ -86,7 +86,7 @@ class ForkServer:
         self._use(ours, pid)
 
     async def launch(self, line: bytes, home: Path | None) -> Launched:
-        """An engine; see `coserve.worker.launch.Launch`."""
+        """An engine; see `coserve.engine_client.launch.Launch`."""
         assert self._engine is None or self._engine.returncode is not None, "one engine at a time"
         if self._has_ended:
             shared = None if self._connect_to is None else await self._connect_to(self._model)

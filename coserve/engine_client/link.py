@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from coserve.engine.request import Chunk
+from coserve.engine_client.launch import Launch, program
+from coserve.engine_client.streams import RequestStream
+from coserve.engine_client.supervisor import EngineOwner, Supervisor
 from coserve.errors import CoserveError, EngineGoneError, error_of_kind
 from coserve.jobs.messages import JobStart
 from coserve.jobs.records import AdapterRef
-from coserve.tuning.shard import Combination
-from coserve.worker.launch import Launch, program
-from coserve.worker.protocol import (
+from coserve.protocol.messages import (
     AddRequest,
     CancelJob,
     CancelRequest,
@@ -41,8 +42,7 @@ from coserve.worker.protocol import (
     UnloadAdapter,
     UseVocabulary,
 )
-from coserve.worker.streams import RequestStream
-from coserve.worker.supervisor import EngineOwner, Supervisor
+from coserve.tuning.shard import Combination
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,7 +107,7 @@ OnLost = Callable[[str, RequestStream, EngineGoneError], None]
 
 
 class EngineLink:
-    """The engine, whichever process it is in just now. Implements `coserve.worker.access.EngineAccess`."""
+    """The engine, whichever process it is in just now. Implements `coserve.engine_client.access.EngineAccess`."""
 
     def __init__(
         self,

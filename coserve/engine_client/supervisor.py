@@ -15,17 +15,17 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from coserve.engine_client.launch import Launch, Launched
 from coserve.errors import ModelError
 from coserve.home import home_directory
-from coserve.worker.activity import LastActivity
-from coserve.worker.launch import Launch, Launched
-from coserve.worker.protocol import EngineSettings, Ping, Ready, StartFailed, decode_report, encode
-from coserve.worker.run_directory import (
+from coserve.protocol.messages import EngineSettings, Ping, Ready, StartFailed, decode_report, encode
+from coserve.protocol.run_directory import (
     activity_file,
     make_socket_directory,
     remove_socket_directory,
     socket_address,
 )
+from coserve.worker.activity import LastActivity
 
 _log = logging.getLogger(__name__)
 
