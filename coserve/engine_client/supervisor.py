@@ -15,6 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from coserve.engine_client.last_activity import LastActivity
 from coserve.engine_client.launch import Launch, Launched
 from coserve.errors import ModelError
 from coserve.home import home_directory
@@ -25,7 +26,6 @@ from coserve.protocol.run_directory import (
     remove_socket_directory,
     socket_address,
 )
-from coserve.worker.activity import LastActivity
 
 _log = logging.getLogger(__name__)
 

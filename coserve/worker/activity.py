@@ -7,107 +7,33 @@ files threads read or write, such as a job that has not begun, or one that waits
 
 import mmap
 import os
-import signal
-import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 
 from coserve.devices.base import Clock, Device
 from coserve.devices.messages import Command, Reply
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.errors import CoserveError
+from coserve.protocol.activity_file import FILE_BYTES, HEAD, SLOT_BYTES
 
-# The process, and which of two slots counts: it may die while it writes the other.
-_HEAD = struct.Struct("<IB")
-_SLOT_BYTES = 4096
-_FILE_BYTES = _HEAD.size + 2 * _SLOT_BYTES
 _NOTHING: frozenset[str] = frozenset()
-
-
-class LastActivity:
-    """The server's view of one engine's file: what its death says of jobs."""
-
-    def __init__(self, path: Path) -> None:
-        """Make the file; where the disk has no room for it, nothing will be known."""
-        self.path: Path | None = path
-        self._num_oom_kills = _num_oom_kills()
-        try:
-            path.write_bytes(bytes(_FILE_BYTES))  # all of it, so that no page is missing later
-        except OSError:
-            path.unlink(missing_ok=True)
-            self.path = None
-
-    def is_stopped(self) -> bool:
-        """Return whether somebody has stopped the process or a rank of it (SIGSTOP), which is the fault of no job."""
-        content = self._read()
-        if content is None:
-            return False
-        pid, _ = _HEAD.unpack_from(content)
-        return any(map(_is_stopped, (pid, *_children_of(pid))))
-
-    def jobs_at_death(self, status: int, *, hung: bool) -> tuple[str, ...] | None:
-        """The jobs that the engine may have died of: those that it worked for; None if that is not known.
-
-        None of them if somebody has killed it. status: of the process. hung: the server has ended it for that.
-        """
-        if status == -signal.SIGKILL and not hung and _num_oom_kills() == self._num_oom_kills:
-            return ()
-        content = self._read()
-        if content is None:
-            return None
-        _, slot = _HEAD.unpack_from(content)
-        start = _HEAD.size + slot * _SLOT_BYTES
-        ids, _, _ = content[start : start + _SLOT_BYTES].partition(b"\0")
-        return tuple(ids.decode().split())
-
-    def _read(self) -> bytes | None:
-        try:
-            return None if self.path is None else self.path.read_bytes()
-        except OSError:
-            return None
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except (OSError, IndexError):
-        return False
-
-
-def _children_of(pid: int) -> list[int]:
-    """Return the processes that any thread of one has started; none where the system does not say."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, task.read_text().split())
-    return found
-
-
-def _num_oom_kills() -> int:
-    """Processes that this machine's kernel has killed for memory; 0 where it does not say."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
 class Activity:
     """Belongs to the thread of the step loop, but for `files_of`."""
 
     def __init__(self, path: str | None) -> None:
-        """path: of a file that `LastActivity` made; None: nobody asks."""
+        """path: of a file that `coserve.engine_client.last_activity` made; None: nobody asks."""
         self._memory: mmap.mmap | None = None
         self._now, self._on_device, self._slot = _NOTHING, _NOTHING, 0
         self._at_files: list[str] = []
         self._lock = threading.Lock()
         if path is not None:
             descriptor = os.open(path, os.O_RDWR)
-            self._memory = mmap.mmap(descriptor, _FILE_BYTES)
+            self._memory = mmap.mmap(descriptor, FILE_BYTES)
             os.close(descriptor)
-            _HEAD.pack_into(self._memory, 0, os.getpid(), 0)
+            HEAD.pack_into(self._memory, 0, os.getpid(), 0)
 
     def note(self, jobs: frozenset[str]) -> None:
         """The device works for these jobs, and for no other."""
@@ -120,10 +46,10 @@ class Activity:
         if jobs == self._now or self._memory is None:
             return
         self._now, self._slot = jobs, 1 - self._slot
-        ids = " ".join(jobs).encode()[: _SLOT_BYTES - 1] + b"\0"
-        start = _HEAD.size + self._slot * _SLOT_BYTES
+        ids = " ".join(jobs).encode()[: SLOT_BYTES - 1] + b"\0"
+        start = HEAD.size + self._slot * SLOT_BYTES
         self._memory[start : start + len(ids)] = ids
-        self._memory[_HEAD.size - 1] = self._slot
+        self._memory[HEAD.size - 1] = self._slot
 
     @contextmanager
     def of(self, job: str) -> Iterator[None]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from processes import children_of
 
+from coserve.engine_client.last_activity import LastActivity
 from coserve.jobs.deaths import Deaths, after_death
-from coserve.worker.activity import LastActivity
 
 
 def test_a_death_with_one_job_is_its_own_whatever_it_did_before():

@@ -1,0 +1,75 @@
+"""What an engine's process worked for when it ended, however it went: the server's end of `coserve.worker.activity`."""
+
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+from coserve.protocol.activity_file import FILE_BYTES, HEAD, SLOT_BYTES
+
+
+class LastActivity:
+    """The server's view of one engine's file: what its death says of jobs."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the file; where the disk has no room for it, nothing will be known."""
+        self.path: Path | None = path
+        self._num_oom_kills = _num_oom_kills()
+        try:
+            path.write_bytes(bytes(FILE_BYTES))  # all of it, so that no page is missing later
+        except OSError:
+            path.unlink(missing_ok=True)
+            self.path = None
+
+    def is_stopped(self) -> bool:
+        """Return whether somebody has stopped the process or a rank of it (SIGSTOP), which is the fault of no job."""
+        content = self._read()
+        if content is None:
+            return False
+        pid, _ = HEAD.unpack_from(content)
+        return any(map(_is_stopped, (pid, *_children_of(pid))))
+
+    def jobs_at_death(self, status: int, *, hung: bool) -> tuple[str, ...] | None:
+        """The jobs that the engine may have died of: those that it worked for; None if that is not known.
+
+        None of them if somebody has killed it. status: of the process. hung: the server has ended it for that.
+        """
+        if status == -signal.SIGKILL and not hung and _num_oom_kills() == self._num_oom_kills:
+            return ()
+        content = self._read()
+        if content is None:
+            return None
+        _, slot = HEAD.unpack_from(content)
+        start = HEAD.size + slot * SLOT_BYTES
+        ids, _, _ = content[start : start + SLOT_BYTES].partition(b"\0")
+        return tuple(ids.decode().split())
+
+    def _read(self) -> bytes | None:
+        try:
+            return None if self.path is None else self.path.read_bytes()
+        except OSError:
+            return None
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
+def _children_of(pid: int) -> list[int]:
+    """Return the processes that any thread of one has started; none where the system does not say."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
+
+
+def _num_oom_kills() -> int:
+    """Processes that this machine's kernel has killed for memory; 0 where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
