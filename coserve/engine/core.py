@@ -20,7 +20,7 @@ from coserve.engine.grammars import FindPieces
 from coserve.engine.jobs.answers import Decode
 from coserve.engine.jobs.checkpoint import Checkpoint, TakenCopy
 from coserve.engine.jobs.job import Job
-from coserve.engine.jobs.start import PeftFields, path_of
+from coserve.engine.jobs.opening import PeftFields, path_of
 from coserve.engine.outbox import Event
 from coserve.engine.parts import EngineParts
 from coserve.engine.records import EngineStats, RequestRecord

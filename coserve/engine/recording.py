@@ -15,7 +15,7 @@ from coserve.devices.recording import Executed, FrameWriter, RecordingDevice
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.engine import Engine
 from coserve.engine.jobs.checkpoint import Checkpoint
-from coserve.engine.jobs.start import PeftFields
+from coserve.engine.jobs.opening import PeftFields
 from coserve.engine.recorded_lines import (
     FILE_NAMES,
     FORMAT,

@@ -117,7 +117,7 @@ def _may_run(jobs: Mapping[str, Job], job_id: str, num_rows: int) -> bool:
     if job_id not in jobs:
         return False
     job = jobs[job_id]
-    return job.packs.current is not None and job.memory_failures.limit(num_rows) == num_rows
+    return job.has_pack and job.memory_failures.limit(num_rows) == num_rows
 
 
 def _window(planned: PlannedRows, jobs: Mapping[str, Job]) -> PlannedRows | None:
@@ -152,7 +152,7 @@ def build_batch(
         commands=commands,
         losses=tuple([LossRows(piece.job, piece.rows) for piece in plan.losses]) if plan.losses else (),
         tasklets=tuple([Tasklets(part.job, part.rows, part.num_tasklets, part.group) for part in plan.tasklets]),
-        updates=tuple([Update(job, jobs[job].num_trained, jobs[job].order.num_steps) for job in plan.updates]),
+        updates=tuple([Update(job, jobs[job].progress.num_trained, jobs[job].order.num_steps) for job in plan.updates]),
         requests=tuple([rows for _, group in sorted(by_version.items()) for rows in group]) if by_version else (),
         windows=tuple(windows),
         backward_limit_s=plan.backward_limit_s,
@@ -284,7 +284,8 @@ def check_plan(plan: Plan, jobs: Mapping[str, Job], policy: str, *, num_units: i
         job = jobs[part.job]
         _check_size(policy, part.job, min(part.rows, part.num_tasklets))
         # Losses come first in a step: tasklets may follow the last piece of it.
-        ends_loss = job.phase == "loss" and losses.get(part.job, 0) >= job.packs.num_loss_rows_left
+        begun = job.progress.begun
+        ends_loss = begun is not None and losses.get(part.job, 0) >= begun.num_loss_rows_left and job.phase == "loss"
         if not ends_loss:
             _check_phase(policy, "tasklets", job, "backward")
     if plan.partition is not None:

@@ -7,7 +7,7 @@ import msgspec
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.engine.jobs.job import Job
 from coserve.engine.jobs.job_set import JobSet
-from coserve.engine.jobs.step_shares import largest_pieces, shares_of_time
+from coserve.engine.jobs.lifecycle import largest_pieces, shares_of_time
 from coserve.engine.request_queue import RequestQueue
 from coserve.scheduling.tenant_times import TenantTimes
 

@@ -189,7 +189,7 @@ class JobCommands:
         for event in events:
             job = self._starts.get(event.job)
             if event.kind == "succeeded" and job is not None:
-                keeps_other = job.keep_best and self._engine.job(event.job).best.step not in (0, event.step)
+                keeps_other = job.keep_best and self._engine.job(event.job).progress.best.step not in (0, event.step)
                 last = self._checkpoint(event.job, listed=True, event=event)
                 last.name = None if job.model or keeps_other or not _writes_checkpoints(job) else job.name
                 self._forget(event.job, keep_versions=not (job.model or keeps_other))
@@ -306,7 +306,7 @@ class JobCommands:
             step=due.step,
             directory=str(directory),
             meets=job.exchange.meets,
-            num_trained=job.sums.num_trained,
+            num_trained=job.progress.sums.num_trained,
         )
         waiting = PendingReport(job=due.job, step=due.step, listed=False, contribution=told)
         copy = self._engine.contribution(due.job)

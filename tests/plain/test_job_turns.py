@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coserve.engine.jobs.turns import JobTurns
+from coserve.engine.jobs.job_set import ServedRows
 
 
 @dataclass
@@ -15,13 +15,13 @@ class Ran:
     num_rows_run: float = 0.0
 
 
-def served(turns: JobTurns, *jobs: Ran, idle: Sequence[str] = ()) -> dict[str, float]:
+def served(turns: ServedRows, *jobs: Ran, idle: Sequence[str] = ()) -> dict[str, float]:
     running: list[Any] = list(jobs)
-    return turns.served(running, [job.id for job in jobs if job.id not in idle])
+    return turns.of(running, [job.id for job in jobs if job.id not in idle])
 
 
 def test_what_comes_later_stands_with_the_one_served_least():
-    turns, first, second = JobTurns(), Ran("first", 500.0), Ran("second", 700.0)
+    turns, first, second = ServedRows(), Ran("first", 500.0), Ran("second", 700.0)
     assert served(turns, first, second) == {"first": 500.0, "second": 700.0}
     late = Ran("late")
     assert served(turns, first, second, late)["late"] == 500.0
@@ -31,14 +31,14 @@ def test_what_comes_later_stands_with_the_one_served_least():
 
 
 def test_a_job_alone_is_what_others_are_held_against():
-    turns, alone = JobTurns(), Ran("alone", 5.0)
+    turns, alone = ServedRows(), Ran("alone", 5.0)
     served(turns, alone)
     alone.num_rows_run = 900.0
     assert served(turns, alone, Ran("late"))["late"] == 900.0
 
 
 def test_who_comes_back_has_saved_up_nothing():
-    turns, stays, leaves = JobTurns(), Ran("stays", 100.0), Ran("leaves", 100.0)
+    turns, stays, leaves = ServedRows(), Ran("stays", 100.0), Ran("leaves", 100.0)
     served(turns, stays, leaves)
     stays.num_rows_run = 400.0
     served(turns, stays)
@@ -47,14 +47,14 @@ def test_who_comes_back_has_saved_up_nothing():
 
 def test_who_had_much_before_does_not_wait_until_others_have_had_as_much():
     """Resumed from a checkpoint, or paused for long."""
-    turns = JobTurns()
+    turns = ServedRows()
     served(turns, Ran("few", 10.0))
     assert served(turns, Ran("few", 10.0), Ran("resumed", 1e6)) == {"few": 10.0, "resumed": 10.0}
     assert served(turns, Ran("few", 10.0), Ran("resumed", 1e6 + 500)) == {"few": 10.0, "resumed": 510.0}
 
 
 def test_who_has_no_work_holds_nobody_down():
-    turns, waits, works = JobTurns(), Ran("waits", 1000.0), Ran("works", 1000.0)
+    turns, waits, works = ServedRows(), Ran("waits", 1000.0), Ran("works", 1000.0)
     served(turns, waits, works)
     works.num_rows_run = 1e6
     served(turns, waits, works, idle=["waits"])

@@ -21,7 +21,7 @@ def handles(world: World) -> None:
     engine, ledger = world.engine, world.ledger
     for job in engine.jobs.values():
         trainer = ledger.trainers[job.id]
-        assert trainer.pack is not None or not (job.has_pack or job.packs.swapped), f"the pack of {job.id}"
+        assert trainer.pack is not None or not (job.has_pack or job.progress.swapped), f"the pack of {job.id}"
         assert trainer.is_open or job.is_terminal, f"the trainer of {job.id}"
     named = {engine.versions.resolve(label).key for label in engine.versions.labels()}
     assert named <= ledger.versions.keys(), "a version that the device does not have"

@@ -81,7 +81,7 @@ def test_answers_do_not_depend_on_plans_company_and_pauses():
             for prompt in prompts_of((9, 20)):
                 engine.add(prompt, greedy(6))
                 answers += 1
-        if job.answers_due and num_paused < 6 and rng.random() < 0.2:
+        if job.progress.stage == "answers" and num_paused < 6 and rng.random() < 0.2:
             num_paused += 1
             engine.pause_job(id)
             events += [event for _ in range(3) for event in engine.step()]
@@ -102,7 +102,7 @@ def test_nothing_is_left_of_questions(end, tmp_path):
     engine = make()
     config = replace(CONFIG, live=end == "live")
     id = engine.submit(LINES, config, adapter=LORA, name="mine", validation=LINES)
-    while not (engine.job(id).answers_due and engine.has_requests):
+    while not (engine.job(id).progress.stage == "answers" and engine.has_requests):
         engine.step()
     if end == "cancel":
         engine.cancel_job(id)

@@ -289,7 +289,8 @@ def shared_job(
             until_done(engine.combine, job, Combination(directories=(str(written),) * 2, num_trained=20))
     assert engine.jobs[job].state == "succeeded" and next(left, None) is None
     if synchronization == "local-sgd":
-        assert exchange.common is not None
+        exchange = engine.jobs[job].exchange
+        assert exchange is not None and exchange.common is not None
         assert exchange.common.position.num_steps_done == engine.jobs[job].num_steps_done
     return parameters(engine, "mine", directory / "saved")
 

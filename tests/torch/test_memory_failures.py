@@ -11,7 +11,7 @@ from coserve.devices.job_messages import BeginPack
 from coserve.devices.step_messages import StepBatch, StepFailure
 from coserve.engine.engine import Engine
 from coserve.engine.jobs.events import JobEvent
-from coserve.engine.jobs.step_shares import largest_pieces
+from coserve.engine.jobs.lifecycle import largest_pieces
 from coserve.engine.outbox import Event
 from coserve.errors import DeviceMemoryError, JobError
 from coserve.tuning.config import TuningConfig

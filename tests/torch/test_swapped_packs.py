@@ -275,4 +275,4 @@ def test_an_engine_begins_a_pack_again_where_copies_take_longer():
     while job.phase != "backward":
         engine.step()
     engine.pause_job(job.id)
-    assert job.num_drops == 1 and job.packs.swapped is None and engine.stats().num_swapped_out == 0
+    assert job.num_drops == 1 and job.progress.swapped is None and engine.stats().num_swapped_out == 0

@@ -12,6 +12,7 @@ import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
@@ -20,8 +21,9 @@ import msgspec
 
 from coserve.adapters.whole_files import read_small_file
 from coserve.devices.base import Device
-from coserve.devices.job_messages import OPTIMIZER_FILE, DropCheckpoint, WriteCheckpoint
+from coserve.devices.job_messages import OPTIMIZER_FILE, DropCheckpoint, TakeCheckpoint, WriteCheckpoint
 from coserve.devices.messages import Command
+from coserve.engine.command_log import CommandLog
 from coserve.errors import AdapterError, DiskFullError, JobError
 from coserve.home import is_disk_full
 from coserve.settings import check_number, check_whole, shown
@@ -119,6 +121,24 @@ class Checkpoint:
             raise JobError(f"cannot write a checkpoint to {parent}: {error.strerror or error}") from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+
+class CopyTaker:
+    """Has a device copy the tensors of jobs."""
+
+    def __init__(self, device: Device, log: CommandLog) -> None:
+        self._device, self._log = device, log
+        self._numbers = count()
+
+    def new(self, job: str) -> TakenCopy:
+        """Return a copy of a job's tensors that is still to be taken."""
+        return TakenCopy(self._device, f"{job}/{next(self._numbers)}", self._log.send)
+
+    def checkpoint(self, job: str, position: JobPosition) -> Checkpoint:
+        """Copy a job after its last whole optimizer step, at which it has this position."""
+        taken = self.new(job)  # first, so that the copy goes with it in any case
+        self._log.execute(TakeCheckpoint(job, taken.id))
+        return Checkpoint(position=position, state=taken)
 
 
 def write_contribution(state: TrainerState, directory: Path) -> Path:

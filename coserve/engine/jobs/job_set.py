@@ -1,6 +1,6 @@
-"""The jobs of an engine: which there are, what their owners ask of them, and what the step loop tells them."""
+"""The jobs of an engine: which there are, what their owners ask of them, and what the step loop reports of them."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from coserve.devices.base import Device
 from coserve.devices.job_messages import DropTrainer
@@ -9,16 +9,10 @@ from coserve.engine.command_log import CommandLog
 from coserve.engine.host_swap import HostOwner, HostSwap
 from coserve.engine.jobs.answers import Answers
 from coserve.engine.jobs.checkpoint import Checkpoint, TakenCopy
-from coserve.engine.jobs.copies import JobCopies
-from coserve.engine.jobs.endings import JobEndings
 from coserve.engine.jobs.events import JobEvent
-from coserve.engine.jobs.exchanges import JobExchange
 from coserve.engine.jobs.job import Job
-from coserve.engine.jobs.memory import JobPacks
-from coserve.engine.jobs.milestones import JobMilestones
-from coserve.engine.jobs.optimizer_swap import OptimizerSwap
-from coserve.engine.jobs.progress import JobSteps
-from coserve.engine.jobs.turns import JobTurns
+from coserve.engine.jobs.lifecycle import JobLifecycle
+from coserve.engine.jobs.memory import JobMemory
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.records import WindowUse
 from coserve.engine.served_adapters import ServedAdapters
@@ -30,11 +24,45 @@ from coserve.scheduling.plan import JobView
 from coserve.tuning.shard import Combination
 
 
-class JobSet(Mapping[str, Job]):
-    """Every job that has not been forgotten, by id: what is asked and told of them; parts of it do the rest.
+class ServedRows:
+    """Rows that count as served to each job that runs, by which they take turns.
 
-    A caller can be interrupted in any command to the device. So what happens is booked first, and the command stands in
-    the log until it has been done (`command_log.py`); what follows from an optimizer step is due until it has followed.
+    A job that comes, or is resumed, stands with the one served least of those that have work, as in start-time fair
+    queueing: it does not catch up on what others had before, nor wait for what it had. One that had no work for a while
+    does not catch up on that time.
+    """
+
+    def __init__(self) -> None:
+        # Of jobs that run: rows that count as theirs beside those that they have run.
+        self._lifts: dict[str, float] = {}
+        self._working: frozenset[str] = frozenset()
+
+    def of(self, jobs: Sequence[Job], working: Collection[str]) -> dict[str, float]:
+        """Return what counts for each. jobs: all that run now. working: those of them that have work."""
+        if len(jobs) == 1:  # nobody stands before it, nor after it
+            (job,) = jobs
+            lift = self._lifts.get(job.id, 0.0)
+            self._lifts, self._working = {job.id: lift}, frozenset(working)
+            return {job.id: job.num_rows_run + lift}
+        served = {job.id: job.num_rows_run + self._lifts[job.id] for job in jobs if job.id in self._lifts}
+        others = [served[id] for id in working if id in served and id in self._working]
+        least = min(others, default=None)
+        for job in jobs:
+            if job.id not in served:
+                served[job.id] = job.num_rows_run if least is None else least
+            elif least is not None and job.id in working and job.id not in self._working:
+                served[job.id] = max(served[job.id], least)
+        self._lifts = {job.id: served[job.id] - job.num_rows_run for job in jobs}
+        self._working = frozenset(working)
+        return served
+
+
+class JobSet(Mapping[str, Job]):
+    """Every job that has not been forgotten, by id.
+
+    What moves jobs on is in `lifecycle.py`, the memory that they have in `memory.py`. A caller can be interrupted in
+    any command to the device. So what happens is booked first, and the command stands in the log until it has been done
+    (`command_log.py`); what follows from an optimizer step is due until it has followed.
     """
 
     def __init__(
@@ -50,42 +78,14 @@ class JobSet(Mapping[str, Job]):
         answers: Answers,
         emit: Callable[[JobEvent], None],
     ) -> None:
-        """answers: to validation sets. emit: takes events."""
-        self._clock, self._counters, self._log = device.clock, counters, log
-        self._answers = answers
+        """Begin without jobs. answers: to validation sets. emit: takes events."""
+        self._counters, self._log, self._answers = counters, log, answers
         self._jobs: dict[str, Job] = {}
-        self._turns = JobTurns()
+        self._served = ServedRows()
         self._num_tokens_forgotten = self._num_drops_forgotten = self._num_turns = 0
-        self._optimizers = OptimizerSwap(log, pages, swap, latency)
-        self._copies = JobCopies(device, log)
-        self._endings = JobEndings(
-            device.clock,
-            pages,
-            swap,
-            counters,
-            log=log,
-            optimizers=self._optimizers,
-            answers=answers,
-            emit=emit,
-            jobs=self._jobs,
-        )
-        self._packs = JobPacks(
-            log,
-            pages,
-            swap,
-            on_drop=lambda job: emit(job.event("pack_dropped", device.clock.now())),
-            on_memory_error=self._endings.note_memory_failure,
-        )
-        self._milestones = JobMilestones(device, adapters, answers, self._endings, emit)
-        self._exchange = JobExchange(device.clock, log, self._copies, self._milestones, self._endings, emit)
-        self._steps = JobSteps(
-            self._jobs,
-            self._packs,
-            counters,
-            endings=self._endings,
-            milestones=self._milestones,
-            exchange=self._exchange,
-            emit=emit,
+        self._memory = JobMemory(device.clock, log, pages, swap, latency, emit)
+        self._lifecycle = JobLifecycle(
+            device, self._memory, adapters, counters, log=log, answers=answers, emit=emit, jobs=self
         )
 
     # -- questions ----------------------------------------------------------------
@@ -111,7 +111,7 @@ class JobSet(Mapping[str, Job]):
     @property
     def num_running(self) -> int:
         """Jobs that are neither over nor paused."""
-        return sum([job.state == "running" for job in self._jobs.values()])
+        return sum([job.progress.status == "running" for job in self._jobs.values()])
 
     @property
     def tenants(self) -> set[str]:
@@ -130,19 +130,19 @@ class JobSet(Mapping[str, Job]):
     @property
     def window_use(self) -> WindowUse:
         """What came of the window of weights so far."""
-        return self._steps.window_use
+        return self._lifecycle.window_use
 
     @property
     def joined(self) -> tuple[tuple[str, ...], ...]:
         """Jobs that run whose last tasklets were one batch of rows."""
         running = {job.id for job in self._jobs.values() if job.state == "running"}
-        groups = {tuple(sorted(self._jobs[job].joined & running)) for job in running}
+        groups = {tuple(sorted(self._jobs[job].progress.joined & running)) for job in running}
         return tuple(sorted(group for group in groups if len(group) > 1))
 
     @property
     def packs(self) -> list[PackPages]:
         """Pages of the packs in memory."""
-        return [job.packs.pages for job in self._jobs.values() if job.packs.pages is not None]
+        return [begun.pages for job in self._jobs.values() if (begun := job.progress.begun) is not None]
 
     @property
     def with_optimizer(self) -> list[str]:
@@ -152,7 +152,7 @@ class JobSet(Mapping[str, Job]):
     @property
     def on_host(self) -> list[HostOwner]:
         """What they have there."""
-        packs: list[HostOwner] = [("pack", job.id) for job in self._jobs.values() if job.packs.swapped]
+        packs: list[HostOwner] = [("pack", job.id) for job in self._jobs.values() if job.progress.swapped]
         return [*packs, *[("optimizer", job.id) for job in self._jobs.values() if job.optimizer_away]]
 
     def views(self, now_s: float, *, without: Collection[str] = ()) -> tuple[JobView, ...]:
@@ -161,18 +161,19 @@ class JobSet(Mapping[str, Job]):
 
         Where some are to be alone, they and all others take turns.
         """
-        jobs = [job for job in self._jobs.values() if job.state == "running"]
+        jobs = [job for job in self._jobs.values() if job.progress.status == "running"]
         found: list[JobView] = []
         is_one_alone = False
         for job in jobs:
-            if job.optimizer_away or job.memory_failures.num_turns or job.id in without:
+            progress = job.progress
+            if progress.optimizer_away or progress.memory_failures.num_turns or job.id in without:
                 continue
-            if not self._optimizers.is_ready(job) and job.update_due:
+            if not self._memory.has_moments(job) and progress.update_due:
                 continue  # others have the pages of its moments
             is_one_alone |= job.is_alone
-            if (view := job.view(now_s, self._packs.num_pages(job))) is not None:
+            if (view := job.view(now_s, self._memory.num_pack_pages(job))) is not None:
                 found.append(view)
-        served = self._turns.served(jobs, [view.id for view in found])
+        served = self._served.of(jobs, [view.id for view in found])
         if len(found) > 1:
             found.sort(key=lambda view: served[view.id])
         return self._in_turn(tuple(found)) if is_one_alone else tuple(found)
@@ -190,39 +191,39 @@ class JobSet(Mapping[str, Job]):
     # -- life -----------------------------------------------------------------------
 
     def add(self, job: Job) -> None:
-        """It has been opened (`JobOpener`), and runs from now on."""
+        """Add a job that has been opened (`JobOpener`): it runs from now on."""
         self._num_tokens_forgotten -= job.num_tokens_trained  # of one that is resumed: another engine's
         self._jobs[job.id] = job
-        self._milestones.note_change(job)  # to what it resumes from
+        self._lifecycle.note_change(job)  # to what it resumes from
         self._counters.arrive(job.tenant)
-        self._milestones.serve_again(job)
-        self._optimizers.place(job)
+        self._lifecycle.serve_again(job)
+        self._memory.place_moments(job)
         self.catch_up()
 
     def pause(self, job_id: str) -> None:
-        """Let it rest where it is; its pack goes to the host, or goes, and is begun again later; its optimizer goes to
-        the host, or stays.
+        """Pause a job: its pack goes to the host, or is discarded and restarted on resume; its optimizer goes to the
+        host, or stays.
         """
         job = self._living(job_id)
         if job.has_pack:
-            self._packs.put_away(job, self._clock.now())
+            self._memory.put_pack_away(job)
         if job.state == "running":
             self._counters.leave(job.tenant)
-        job.state = "paused"
+        job.set_status("paused")
         self._answers.cancel(job)
-        self._optimizers.put_away(job)
+        self._memory.put_moments_away(job)
         self._log.flush()
 
     def resume(self, job_id: str) -> None:
-        """The inverse."""
+        """Resume a paused job."""
         job = self._living(job_id)
         if job.state == "paused":
             self._counters.arrive(job.tenant)
-        job.state = "running"
+        job.set_status("running")
 
     def cancel(self, job_id: str) -> None:
-        """End it at once; versions that it has published stay."""
-        self._endings.end(self._living(job_id), "cancelled")
+        """End a job at once; versions that it has published stay."""
+        self._lifecycle.end(self._living(job_id), "cancelled")
         self._log.flush()
 
     def forget(self, job_id: str) -> None:
@@ -237,90 +238,89 @@ class JobSet(Mapping[str, Job]):
         self._log.flush()
 
     def checkpoint(self, job_id: str) -> Checkpoint:
-        """A copy of a job after its last whole optimizer step (of one that is over, without the optimizer's state).
+        """Return a copy of a job after its last whole optimizer step (of one that is over, without the optimizer's
+        state).
 
-        Of one whose nodes each go their own way: as it was when they last met; JobError if they have not.
+        Where its nodes each go their own way, it is as it was when they last met; JobError if they have not.
         """
-        return self._copies.checkpoint(self.find(job_id))
+        return self._lifecycle.checkpoint(self.find(job_id))
 
     def contribution(self, job_id: str) -> TakenCopy:
-        """What the other nodes of a job are to have, when its event says that it is due."""
-        return self._copies.contribution(self.find(job_id))
+        """Return a copy of what the other nodes of a job are to have, when its event reports that it is due."""
+        return self._lifecycle.contribution(self.find(job_id))
 
     def combine(self, job_id: str, combination: Combination) -> None:
-        """What nodes have contributed has been read: take it in, and continue (when the job runs again)."""
-        exchange = self._living(job_id).exchange
+        """Have a job take in what nodes have contributed, which has been read, and continue (when it runs again)."""
+        job = self._living(job_id)
+        exchange = job.exchange
         assert exchange is not None and exchange.is_waiting, f"job {job_id} waits for nothing"
-        exchange.arrive(combination)
+        job.set_exchange(exchange.arrive(combination))
         self.catch_up()
 
     def catch_up(self) -> None:
         """Do what is due."""
         for job in list(self._jobs.values()):
-            if job.optimizer_away and job.state == "running" and not job.memory_failures.num_turns:
-                self._bring_back_optimizer(job)
-            if job.state == "running" and not job.optimizer_away:
+            if job.is_terminal:
+                continue
+            if job.state == "running":
                 self._place_moments(job)
-            if job.exchange is not None:
-                self._exchange.take_part(job)
-            if job.follow_due or job.answers_due:
-                self._milestones.follow(job)
-            self._optimizers.hold(job)
+            self._lifecycle.follow(job)
+            self._memory.hold_moments(job)
 
-    # -- packs ------------------------------------------------------------------------
+    def _place_moments(self, job: Job) -> None:
+        """Have its moments where a step can be made with them, if there is room for them now."""
+        if job.optimizer_away and not job.memory_failures.num_turns:
+            try:
+                self._memory.bring_moments_back(job)
+            except DeviceMemoryError as error:
+                self._lifecycle.hold_back(job, str(error))
+        if job.optimizer_away:
+            return
+        if job.progress.stage == "after_step" or (job.update_due and not self._memory.has_moments(job)):
+            self._memory.place_moments(job)
+
+    # -- steps ------------------------------------------------------------------------
 
     def begin(self, job_id: str) -> bool:
-        """Give a job the memory of its next pack, and of its moments if those need pages; False, and it has no pack, if
-        it cannot be had now.
+        """Give a job the memory of its next pack, and of its moments if those need pages; return False, and it has no
+        pack, if it cannot be had now.
         """
         job = self._jobs[job_id]
-        self._optimizers.hold(job, for_pack=True)
+        self._memory.hold_moments(job, for_pack=True)
         try:
-            return self._packs.begin(job, self._jobs.values())
+            return self._memory.begin_pack(job, self._jobs.values())
+        except DeviceMemoryError as error:
+            self._lifecycle.hold_back(job, str(error))
+            return False
         finally:
-            self._optimizers.hold(job)
+            self._memory.hold_moments(job)
 
     def drop(self, job: Job) -> None:
         """Take its pack's pages; the pack comes back from the host later, or is begun again."""
-        self._packs.put_away(job, self._clock.now())
-        self._optimizers.hold(job)
+        self._memory.put_pack_away(job)
+        self._memory.hold_moments(job)
 
     def count_turn(self) -> None:
-        """The step loop turns: those that are held back come nearer to their return."""
+        """Count a turn of the step loop: jobs that are held back come nearer to their return."""
         self._num_turns += 1
         for job in self._jobs.values():
             if job.memory_failures.num_turns:
-                job.memory_failures.note_turn()
-
-    def _place_moments(self, job: Job) -> None:
-        if job.follow_due or (not self._optimizers.is_ready(job) and job.update_due):
-            self._optimizers.place(job)
-
-    def _bring_back_optimizer(self, job: Job) -> None:
-        try:
-            self._optimizers.bring_back(job)
-        except DeviceMemoryError as error:
-            self._endings.note_memory_failure(job, str(error))
-
-    # -- what a step brought ------------------------------------------------------------
+                job.set_memory_failures(job.memory_failures.after_turn())
 
     def apply(self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float) -> None:
         """Move jobs on by what has run; started_s: when the step began."""
-        self._steps.apply(batch, result, started_s=started_s, now_s=now_s)
+        self._lifecycle.apply(batch, result, started_s=started_s, now_s=now_s)
         self.catch_up()
 
     def recover(self, batch: StepBatch, result: StepResult, now_s: float) -> bool:
-        """The device ran out of memory within the step: optimizer steps that were made stand, one that was under way
-        fails its job, and packs that took part are dropped; their jobs are held back for some turns, or have failed
-        if that was once too often. Returns whether any of this freed something.
-        """
-        freed = self._steps.recover(batch, result, now_s)
+        """Book a step that ran out of memory; return whether jobs have given anything back."""
+        freed = self._lifecycle.recover(batch, result, now_s)
         self.catch_up()
         return freed
 
     def abandon(self, batch: StepBatch, error: BaseException) -> None:
-        """The device failed: the step's packs and updates are in an unknown state. All else is as it was."""
-        self._steps.abandon(batch, error)
+        """Give up a step that the device failed in."""
+        self._lifecycle.abandon(batch, error)
 
     def _living(self, job_id: str) -> Job:
         job = self.find(job_id)

@@ -1,101 +1,197 @@
-"""How packs of jobs come into memory, and leave it before they are done: dropped, or for the host."""
+"""The memory of jobs: pages for their packs and for their optimizers' moments, here and on the host.
 
-from collections.abc import Callable, Iterable
+A pack that gives way is dropped, or goes to the host. Moments lie in pages while nobody else needs these; those of
+paused jobs go to the host, and come back before the job runs again. A job for whose moments a device has no memory
+beside the pool (`TrainerOpened.moments_need_pages`) has a pack, and makes an optimizer step, only while they lie in
+pages.
+"""
 
-from coserve.devices.job_messages import DropPack
+from collections.abc import Callable, Iterable, Sequence
+
+from coserve.devices.base import Clock
+from coserve.devices.job_messages import DropPack, group_bytes
+from coserve.devices.swap_messages import SwapInTensors, SwapOutTensors
 from coserve.engine.command_log import CommandLog
-from coserve.engine.host_swap import HostSwap
+from coserve.engine.host_swap import HostOwner, HostSwap
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.jobs.job import Job
+from coserve.engine.jobs.pack import BegunPack
 from coserve.engine.page_broker import MomentsNeed, PageBroker
-from coserve.errors import BudgetError, DeviceMemoryError
+from coserve.errors import BudgetError
+from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.swapping import optimizer_swap_pays
 
 
-class JobPacks:
-    """The packs on one device; jobs know which is theirs."""
+class JobMemory:
+    """Gives jobs on one device their memory, and takes it."""
 
     def __init__(
         self,
+        clock: Clock,
         log: CommandLog,
         pages: PageBroker,
         swap: HostSwap,
-        *,
-        on_drop: Callable[[Job], None],
-        on_memory_error: Callable[[Job, str], None],
+        latency: LatencyModel,
+        emit: Callable[[JobEvent], None],
     ) -> None:
-        """on_drop: told of packs that will be begun again. on_memory_error: of packs that could not begin, with the
-        device's reason.
-        """
-        self._log, self._pages, self._swap = log, pages, swap
-        self._on_drop, self._on_memory_error = on_drop, on_memory_error
+        """Begin without jobs; emit: takes events."""
+        self._clock, self._log, self._pages, self._swap, self._latency = clock, log, pages, swap, latency
+        self._optimizers, self._emit = pages.cache.optimizers, emit
 
-    def num_pages(self, job: Job) -> int:
-        """Of its pack in memory, or of its next one, and what it needs beside that; 0 without any."""
-        if (pack_pages := job.packs.pages or job.packs.swapped) is not None:
-            return pack_pages.num_pages + self._num_other_pages(job)
-        pack = job.wants_pack
-        if pack is None:
+    # -- packs ----------------------------------------------------------------------
+
+    def num_pack_pages(self, job: Job) -> int:
+        """Return the pages of its pack in memory, or of its next one, and what it needs beside that; 0 without any."""
+        place = job.progress.place
+        if place is not None:
+            held = place.pages if isinstance(place, BegunPack) else place
+            return held.num_pages + self._num_other_pages(job)
+        if (pack := job.next_pack) is None:
             return 0
-        return sum(job.packs.group_pages(pack.num_rows, self._pages.pool.page_bytes)) + self._num_other_pages(job)
+        pages = job.pack_needs.group_pages(pack.num_rows, self._pages.pool.page_bytes, measures=job.progress.measures)
+        return sum(pages) + self._num_other_pages(job)
 
-    def begin(self, job: Job, others: Iterable[Job]) -> bool:
-        """Give a job the memory of its next pack; False, and it has none, if it cannot be had now."""
-        other_model = job.costs.other
-        if (pack := job.wants_pack) is None or _waits_for_another(job, others):
+    def begin_pack(self, job: Job, others: Iterable[Job]) -> bool:
+        """Give a job the memory of its next pack; return False, and it has none, if it cannot be had now.
+
+        Raises:
+            DeviceMemoryError: There is no memory beside the pages; the job has none.
+        """
+        other_model, pack = job.costs.other, job.next_pack
+        if pack is None or _waits_for_another(job, others):
             return False
-        away = job.packs.swapped
-        whole = job.packs.group_pages(pack.num_rows, self._pages.pool.page_bytes)
+        needs, away, measures = job.pack_needs, job.progress.swapped, job.progress.measures
+        sizes: Sequence[int | None]
+        if away is not None:
+            sizes = away.group_pages
+        else:
+            sizes = needs.group_pages(pack.num_rows, self._pages.pool.page_bytes, measures=measures)
+        window = None if other_model is None else self._pages.window_need(other_model)
+        num_parts = needs.num_trained_parts(measures=measures)
         try:
-            sizes = whole if away is None else away.group_pages
-            window = None if other_model is None else self._pages.window_need(other_model)
-            pages = self._pages.take_pack(sizes, job.packs.num_trained_parts, window, self._moments_need(job))
+            pages = self._pages.take_pack(sizes, num_parts, window, self._moments_need(job))
         except BudgetError:  # enough pages, but not side by side
             return False
         try:
             if away is not None:
                 self._log.execute(self._swap.command_to_bring_back_pack(job.id, pages.pages))
-            self._log.execute(job.packs.command_to_begin(pages))
-        except DeviceMemoryError as error:  # no memory beside the pages
-            pages.release()
-            self._on_memory_error(job, str(error))
-            return False
+            self._log.execute(needs.command_to_begin(pack, pages, measures=measures, away=away))
         except BaseException:
             pages.release()
             raise
-        job.packs.begin(pages)
+        job.begin_pack(pages)
         self._swap.release_pack(job.id)
         return True
 
-    def put_away(self, job: Job, now_s: float) -> None:
-        """Take the pages of its pack, which goes to the host if that is worth it."""
-        assert job.packs.pages is not None
-        view = job.view(now_s, job.packs.pages.num_pages)
-        if view is not None and self._swap.keep_pack(view, job.packs.pages.pages):
-            job.packs.swap_out()
+    def put_pack_away(self, job: Job) -> None:
+        """Take the pages of the job's pack, which goes to the host if that is worth it."""
+        begun = job.progress.begun
+        assert begun is not None
+        view = job.view(self._clock.now(), begun.pages.num_pages)
+        if view is not None and self._swap.keep_pack(view, begun.pages.pages):
+            job.swap_pack_out()
         else:
-            self.drop(job)
+            self.drop_pack(job)
 
-    def drop(self, job: Job) -> None:
-        """Its pack, in memory or on the host, is to be begun again."""
+    def drop_pack(self, job: Job) -> None:
+        """Give up what was done of the job's pack, in memory or on the host: it will be begun again."""
         self._swap.release_pack(job.id)
         job.drop_pack()
         self._log.send(DropPack(job.id))
-        self._on_drop(job)
+        self._emit(job.event("pack_dropped", self._clock.now()))
+
+    def _num_other_pages(self, job: Job) -> int:
+        """Return the pages of weights and moments without which it cannot have a pack."""
+        other, moments = job.costs.other, self._moments_need(job)
+        num_pages = 0 if other is None else self._pages.window_need(other).least_pages
+        return num_pages + (0 if moments is None else moments.num_pages)
+
+    # -- moments --------------------------------------------------------------------
+
+    def has_moments(self, job: Job) -> bool:
+        """Return whether its moments lie where a step can be made with them, if it had one to make."""
+        return not job.costs.moments_need_pages or job.id in self._optimizers.runs
+
+    def hold_moments(self, job: Job, *, for_pack: bool = False) -> None:
+        """Decide whether others can have the pages of its moments now. for_pack: it is about to get a pack."""
+        if job.costs.moments_need_pages:
+            self._optimizers.hold(job.id, is_held=for_pack or job.has_pack or job.update_due)
+
+    def place_moments(self, job: Job) -> None:
+        """Give its moments, which it has from its first step on, pages if they have none, and these can be had. Those
+        that need pages get them with a pack, or here for a step that is due.
+        """
+        costs = job.costs
+        if job.is_terminal or job.id in self._optimizers.runs or not costs.optimizer_bytes:
+            return
+        if not job.update_due if costs.moments_need_pages else costs.other is not None:
+            return
+        num_pack_pages = 0
+        if not costs.moments_need_pages:
+            rows = job.config.pack_tokens
+            num_pack_pages = sum([self._pages.num_pages(group_bytes(group, rows)) for group in costs.training])
+        self._pages.place_optimizer(
+            job.id, costs.optimizer_bytes, num_pack_pages=num_pack_pages, needs_pages=costs.moments_need_pages
+        )
+
+    def put_moments_away(self, job: Job) -> None:
+        """Put the moments of a paused job on the host, if that pays and there is room; else beside the pool."""
+        if (slots := self._slots_for_moments(job)) is not None:
+            job.set_optimizer_away(True)
+            self._log.send(SwapOutTensors(job=job.id, slots=slots))
+            self._optimizers.release(job.id)
+        if job.id in self._optimizers.runs:
+            self._optimizers.withdraw(job.id)
+
+    def bring_moments_back(self, job: Job) -> None:
+        """Have the moments of a job that is to run again on the device.
+
+        Raises:
+            DeviceMemoryError: They are on the host still.
+        """
+        self.place_moments(job)
+        try:
+            self._log.execute(SwapInTensors(job=job.id, slots=self._swap.tensor_slots(_owner(job))))
+        except BaseException:
+            self._optimizers.withdraw(job.id)
+            raise
+        job.set_optimizer_away(False)
+        self._swap.note_tensors_back(_owner(job))
+
+    def _slots_for_moments(self, job: Job) -> tuple[int, ...] | None:
+        counts, num_bytes = job.costs.counts, job.costs.optimizer_bytes
+        if job.optimizer_away or not self._swap.num_pages or not job.num_steps_done:
+            return None
+        if job.costs.moments_need_pages:
+            return None  # they go to the host as they leave their pages
+        if not optimizer_swap_pays(self._latency, counts, num_rows=job.num_rows_run, num_bytes=num_bytes):
+            return None
+        return self._swap.keep_tensors(_owner(job), num_bytes)
 
     def _moments_need(self, job: Job) -> MomentsNeed | None:
         if not job.costs.moments_need_pages:
             return None
         return MomentsNeed(job.id, self._pages.num_pages(job.costs.optimizer_bytes))
 
-    def _num_other_pages(self, job: Job) -> int:
-        """Of weights and moments, that it cannot have a pack without."""
-        other, moments = job.costs.other, self._moments_need(job)
-        num_pages = 0 if other is None else self._pages.window_need(other).least_pages
-        return num_pages + (0 if moments is None else moments.num_pages)
+    # -- the end --------------------------------------------------------------------
+
+    def release(self, job: Job, others: Iterable[Job]) -> None:
+        """Take what a job that is over has on the host and in pages; its pack has gone with its end."""
+        self._swap.release_pack(job.id)
+        job.set_optimizer_away(False)
+        self._swap.release_tensors(_owner(job))
+        self._optimizers.release(job.id)
+        if not any(other.costs.other and not other.is_terminal for other in others):
+            self._pages.window.clear()
+
+
+def _owner(job: Job) -> HostOwner:
+    return "optimizer", job.id
 
 
 def _waits_for_another(job: Job, others: Iterable[Job]) -> bool:
-    """Of jobs that ran out of memory, one at a time has a pack: what fails then is its own. So it is with jobs on other
-    models, which would take the window of weights from one another.
+    """Return whether a pack of another job comes first. Of jobs that ran out of memory, one at a time has a pack: what
+    fails then is its own. So it is with jobs on other models, which would take the window of weights from one another.
     """
     fails, shares = job.memory_failures.num_in_a_row > 0, job.costs.other is not None
     if not fails and not shares:

@@ -1,23 +1,38 @@
-"""How a job is opened: what was asked is checked, and the device makes its trainer."""
+"""How a job is opened: what was asked is checked, and the device makes its trainer.
 
+A job begins with a fresh adapter, one that is served, or a checkpoint; its packs are cut to fit the memory.
+"""
+
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from coserve.devices.base import Device
-from coserve.devices.job_messages import DropTrainer, TrainerOpened
+from coserve.devices.job_messages import DropTrainer, OpenTrainer, OtherModel, TrainerOpened, group_bytes
 from coserve.engine.checks import check_adapter_name, check_examples, with_virtual_tokens
 from coserve.engine.command_log import CommandLog
+from coserve.engine.jobs.checkpoint import read_position
 from coserve.engine.jobs.job import Job
-from coserve.engine.jobs.start import JobStart, PeftFields, make_start, with_pack_size
 from coserve.engine.page_broker import PageBroker
-from coserve.engine.served_adapters import ServedAdapters
-from coserve.errors import DataError, DeviceGoneError, JobError
+from coserve.engine.served_adapters import AdapterVersions, ServedAdapters
+from coserve.errors import AdapterError, DataError, DeviceGoneError, JobError
+from coserve.settings import shown
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.evaluation import Question, questions_of
 from coserve.tuning.examples import Example
+from coserve.tuning.order import packed_apart
 from coserve.tuning.shard import Shard
+
+
+class PeftFields(Protocol):
+    """A PEFT method with its settings."""
+
+    def to_peft(self) -> dict[str, Any]:
+        """Return the fields of PEFT's adapter_config.json for it."""
+        ...
 
 
 class JobOpener:
@@ -31,7 +46,7 @@ class JobOpener:
         log: CommandLog,
         trainable_models: Mapping[str, str],
     ) -> None:
-        """trainable_models: see `EngineConfig`."""
+        """Open jobs on these models; trainable_models: as in `EngineConfig`."""
         self._device, self._pages, self._adapters, self._log = device, pages, adapters, log
         self._trainable_models = trainable_models
 
@@ -50,7 +65,9 @@ class JobOpener:
         shard: Shard | None,
         others: Mapping[str, Job],
     ) -> Job:
-        """A job that is to run; see `EngineCore.submit_examples`. others: jobs that there are."""
+        """Return a job that is to run; arguments and errors as of `EngineCore.submit_examples`. others: jobs that there
+        are.
+        """
         if job_id in others:
             raise JobError(f"there is a job {job_id!r} already")
         if not examples:
@@ -60,64 +77,80 @@ class JobOpener:
         is_checked = not model and checkpoint is None and not isinstance(adapter, str)
         if is_checked:
             check_examples([*examples, *validation], self._device.info)
-        start = make_start(
-            job_id,
-            config,
-            examples,
-            self._adapters.versions,
-            adapter=adapter,
-            checkpoint=checkpoint,
-            model=model,
-            trainable_models=self._trainable_models,
+        num_tokens = sum(len(example.tokens) for example in examples)
+        path = path_of(model, self._trainable_models)
+        if checkpoint is None and adapter is None:
+            raise JobError("a job needs an adapter to begin with, or a checkpoint to resume from")
+        trainer = OpenTrainer(
+            job=job_id,
+            config=config,
+            mean_context_len=sum(length**2 for each in examples for length in each.lengths) / num_tokens / 2,
+            adapter=None if adapter is None or isinstance(adapter, str) else _fields_of(adapter),
+            version=_version_of(adapter, model, self._adapters.versions) if checkpoint is None else None,
+            checkpoint=None if checkpoint is None else str(checkpoint),
+            model=path,
             shard=shard,
         )
-        if start.trainer.version is not None:
-            self._adapters.bring_back(start.trainer.version)
+        position = None if checkpoint is None else read_position(checkpoint)
+        if trainer.version is not None:
+            self._adapters.bring_back(trainer.version)
         questions = _questions(validation, config, model)
         try:
-            costs = self._log.execute(start.trainer)
+            costs = self._log.execute(trainer)
             assert isinstance(costs, TrainerOpened)
+            info = costs.other or self._device.info
             if not is_checked:
-                info = costs.other or self._device.info
                 check_examples([*examples, *validation], info, vocab_size=costs.vocab_size)
-            return self._job(start, name, config, examples, validation, costs=costs, questions=questions, tenant=tenant)
+            examples = with_virtual_tokens(examples, costs.num_virtual_tokens, info.max_positions)
+            validation = with_virtual_tokens(validation, costs.num_virtual_tokens, info.max_positions)
+            job = Job(
+                id=job_id,
+                name=name,
+                config=with_pack_size(config, costs, self._pages, [*examples, *validation], model),
+                examples=examples,
+                validation=validation,
+                costs=costs,
+                tenant=tenant,
+                model=model,
+                questions=questions,
+                shard=shard,
+            )
+            if position is not None:
+                job.resume(position)
         except BaseException:
             self._log.send(DropTrainer(job_id))
             with suppress(DeviceGoneError):
                 self._log.flush()
             raise
-
-    def _job(
-        self,
-        start: JobStart,
-        name: str,
-        config: TuningConfig,
-        examples: Sequence[Example],
-        validation: Sequence[Example],
-        *,
-        costs: TrainerOpened,
-        questions: Sequence[Question],
-        tenant: str,
-    ) -> Job:
-        """Return the job of a trainer that the device has opened, with examples that were checked."""
-        positions = (costs.other or self._device.info).max_positions
-        examples = with_virtual_tokens(examples, costs.num_virtual_tokens, positions)
-        validation = with_virtual_tokens(validation, costs.num_virtual_tokens, positions)
-        job = Job(
-            id=start.trainer.job,
-            name=name,
-            config=with_pack_size(config, costs, self._pages, [*examples, *validation], start.model),
-            examples=examples,
-            validation=validation,
-            costs=costs,
-            tenant=tenant,
-            model=start.model,
-            questions=questions,
-            shard=start.shard,
-        )
-        if start.position is not None:
-            job.resume(start.position)
         return job
+
+
+def _fields_of(adapter: Any) -> dict[str, Any]:
+    """Return the fields that PEFT's file would have; AdapterError if it is no adapter's configuration, coserve's or
+    PEFT's own.
+    """
+    if isinstance(adapter, Mapping):
+        return dict(adapter)
+    if hasattr(adapter, "to_peft"):
+        found: dict[str, Any] = adapter.to_peft()
+        return found
+    if hasattr(adapter, "peft_type") and hasattr(adapter, "to_dict"):
+        plain: dict[str, Any] = json.loads(json.dumps(adapter.to_dict(), default=list))  # it has sets and enumerations
+        return plain
+    raise AdapterError(f"an adapter is a configuration, the fields of PEFT's, or a name, not {shown(adapter)}")
+
+
+def _version_of(adapter: Any, model: str, versions: AdapterVersions) -> str | None:
+    """Return the key of the version that a job of this model continues; None if its adapter is a fresh one."""
+    if not isinstance(adapter, str):
+        return None
+    found = versions.resolve(adapter)
+    if found.model != model:
+        raise JobError(
+            f"adapter {found.label} is of {_named(found.model)}, the job of {_named(model)}: "
+            "continue it on its own model"
+        )
+    return found.key
 
 
 def _questions(validation: Sequence[Example], config: TuningConfig, model: str) -> Sequence[Question]:
@@ -129,3 +162,63 @@ def _questions(validation: Sequence[Example], config: TuningConfig, model: str) 
         return questions_of(validation, config.evaluation) if validation else ()
     except DataError as error:
         raise JobError(f"the validation set: {error}") from None
+
+
+def path_of(model: str, trainable_models: Mapping[str, str]) -> str:
+    """Return the path of a model that jobs may train, by its name; "" for "", the one that serves. JobError if there is
+    none.
+    """
+    if model and model not in trainable_models:
+        names = ", ".join(map(repr, trainable_models)) or "none"
+        raise JobError(f"model {model!r} is not served here, nor one of those that can be trained beside it: {names}")
+    return trainable_models[model] if model else ""
+
+
+def _window_pages(other: OtherModel, pages: PageBroker, model: str) -> int:
+    """Return the fewest pages that its weights need; JobError if the window may not have as many."""
+    least, most_bytes = pages.window_need(other).least_pages, pages.max_window_bytes
+    if least * pages.pool.page_bytes > most_bytes:
+        raise JobError(
+            f"two parts of model {model!r} side by side need {least * pages.pool.page_bytes} bytes; the window of "
+            f"weights may have {most_bytes}: give it, or the engine, more memory"
+        )
+    return least
+
+
+def _named(model: str) -> str:
+    return f"model {model!r}" if model else "the model that serves"
+
+
+def with_pack_size(
+    config: TuningConfig, costs: TrainerOpened, pages: PageBroker, examples: Sequence[Example], model: str = ""
+) -> TuningConfig:
+    """Return the configuration with packs that the pool can hold; JobError if it cannot hold them, or not the weights
+    beside them that a job on another model needs.
+    """
+    num_all = pages.pool.num_pages
+    longest = max(len(example.tokens) for example in packed_apart(examples, config))
+    if costs.other is not None:
+        num_all -= _window_pages(costs.other, pages, model)
+    if costs.moments_need_pages:
+        num_all -= pages.num_pages(costs.optimizer_bytes)
+        if num_all <= 0:
+            raise JobError(
+                f"its optimizer's moments take {costs.optimizer_bytes:,} bytes, more than the page pool has, and the "
+                "device has no room for them beside it: lower the adapter's rank, or train fewer layers"
+            )
+
+    def num_pages(num_rows: int) -> int:
+        return sum(pages.num_pages(group_bytes(tensors, num_rows)) for tensors in costs.training)
+
+    if config.max_pack_tokens is None:
+        rows = config.pack_tokens
+        while rows > longest and num_pages(rows) > num_all // 2:
+            rows //= 2
+        config = replace(config, max_pack_tokens=max(rows, longest))
+    largest = max(config.pack_tokens, longest)
+    if (needed := num_pages(largest)) > num_all:
+        raise JobError(
+            f"a pack of {largest} tokens needs {needed} pages; there are {max(0, num_all)}: "
+            "lower max_pack_tokens or max_sequence_length, or give the engine more memory"
+        )
+    return config

@@ -1,96 +1,370 @@
-"""What steps bring to jobs: rows that have run, packs and optimizer steps that are done, or a failure."""
+"""What is true of a fine-tuning job at one moment, as one frozen value, and what each event makes of it.
 
-from collections.abc import Callable, Mapping
+A change builds the next value and puts it in place of the last one in a single assignment. So a caller that is
+interrupted leaves a job before the change or after it, never between. Nothing here has an effect: what follows for
+memory, the device and other nodes is done by `lifecycle.py` and `memory.py`, which find in the value what is due.
+"""
 
-from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.engine.jobs.endings import JobEndings
-from coserve.engine.jobs.events import JobEvent
-from coserve.engine.jobs.exchanges import JobExchange
-from coserve.engine.jobs.job import Job
-from coserve.engine.jobs.memory import JobPacks
-from coserve.engine.jobs.milestones import JobMilestones
-from coserve.engine.jobs.step_shares import joined_jobs, largest_pieces, shares_of_time
-from coserve.engine.records import WindowUse
-from coserve.scheduling.fairness import TokenCounters
+from dataclasses import replace as with_fields
+from math import inf
+from typing import Literal, Self
+
+import msgspec
+from msgspec.structs import replace
+
+from coserve.devices.step_messages import PackSums
+from coserve.engine.host_swap import SwappedPack
+from coserve.engine.jobs.checkpoint import Checkpoint, JobPosition, TakenCopy
+from coserve.engine.jobs.events import StepSeconds
+from coserve.engine.jobs.pack import BegunPack
+from coserve.tuning.early_stopping import BestEvaluation
+from coserve.tuning.loss_sums import LossSums
+from coserve.tuning.order import PackMembers
+from coserve.tuning.shard import Combination, Shard
+
+JobStatus = Literal["running", "paused", "succeeded", "failed", "cancelled"]
+JobEnd = Literal["succeeded", "failed", "cancelled"]
+JobStage = Literal["packs", "after_step", "evaluation", "answers"]
+
+MOST_FAILURES = 10
 
 
-class JobSteps:
-    """Of the jobs on one device. window_use: what came of the window of weights so far."""
+class MemoryFailures(msgspec.Struct, frozen=True, gc=False):
+    """How often a job's packs have run the device out of memory, so that steps do not fail of it for ever.
 
-    def __init__(
-        self,
-        jobs: Mapping[str, Job],
-        packs: JobPacks,
-        counters: TokenCounters,
-        *,
-        endings: JobEndings,
-        milestones: JobMilestones,
-        exchange: JobExchange,
-        emit: Callable[[JobEvent], None],
-    ) -> None:
-        """jobs: all that there are, now and later."""
-        self._jobs, self._packs, self._counters = jobs, packs, counters
-        self._endings, self._milestones, self._exchange, self._emit = endings, milestones, exchange, emit
-        self.window_use = WindowUse()
+    Each failure holds the job back for some turns of the step loop, in which others run without it: 1, 2, 4, 8, … Its
+    pieces are half as large when it comes back. A pack that is completed ends the series. After ten failures in a row
+    the job itself fails.
+    """
 
-    def apply(self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float) -> None:
-        """A step has run; started_s: when it began."""
-        jobs = self._jobs
-        for job_id, seconds in shares_of_time(batch, result).items():
-            jobs[job_id].count_seconds(started_s, **seconds)
-        for update in batch.updates:
-            self._book_update(jobs[update.job], result.norms[update.job], now_s)
-        for window in batch.windows:
-            jobs[window.job].packs.run_window(window)
-        for piece in batch.losses:
-            jobs[piece.job].packs.run_loss(piece)
-        for tasklets in batch.tasklets:
-            jobs[tasklets.job].packs.run_tasklets(tasklets, result.num_tasklets[tasklets.job])
-        for job_id, group in joined_jobs(batch, result).items() if batch.tasklets else ():
-            jobs[job_id].joined = group
-        self.window_use.add(result)
-        for job_id, message in result.broken.items():
-            self._endings.fail(jobs[job_id], message)
-        for job_id in largest_pieces(batch):
-            job = jobs[job_id]
-            if not job.is_terminal:
-                self._counters.charge(job.tenant, tuning=job.count_rows(now_s))
-        for job_id, sums in result.packs.items():
-            job = jobs[job_id]
-            if not job.finish_pack(sums):
-                continue
-            if job.questions:
-                job.answers_due = True
-            else:
-                self._milestones.finish_evaluation(job, {})
+    num_in_a_row: int = 0
+    """Failures without a pack that was completed in between."""
+    num_turns: int = 0
+    """Turns for which the job is still held back."""
+    max_rows: int | None = None
+    """Rows of its largest piece (window, piece of the loss, tasklet); None: no limit."""
 
-    def recover(self, batch: StepBatch, result: StepResult, now_s: float) -> bool:
-        """See `JobSet.recover`."""
-        assert result.failure is not None
-        for job_id, norm in result.norms.items():
-            self._book_update(self._jobs[job_id], norm, now_s)
-        if result.failure.broken_update is not None:
-            job = self._jobs[result.failure.broken_update]
-            self._endings.fail(job, f"out of memory within an optimizer step: {result.failure.message}")
-        largest = largest_pieces(batch)
-        moved = [job for job_id in largest if (job := self._jobs[job_id]).has_pack]
-        for job in moved:
-            self._packs.drop(job)
-            self._endings.note_memory_failure(job, result.failure.message, largest[job.id])
-        return bool(moved) or bool(batch.updates)
+    @property
+    def too_many(self) -> bool:
+        """Return whether the job will not get any further."""
+        return self.num_in_a_row >= MOST_FAILURES
 
-    def abandon(self, batch: StepBatch, error: BaseException) -> None:
-        """The device failed: the step's packs and updates are in an unknown state. All else is as it was."""
-        for update in batch.updates:
-            self._endings.fail(self._jobs[update.job], f"the device failed within an optimizer step: {error!r}")
-        for job_id in largest_pieces(batch):
-            if (job := self._jobs[job_id]).has_pack:
-                self._packs.drop(job)
+    def reason(self, message: str) -> str:
+        """Return why the job fails then, and what would be right; message: of the last failure."""
+        return (
+            f"the device ran out of memory {self.num_in_a_row} times in a row in the same pack: {message}; "
+            "lower max_sequence_length, or give the engine fewer bytes for pages, so that more is left beside them"
+        )
 
-    def _book_update(self, job: Job, norm: float | None, now_s: float) -> None:
-        self._milestones.note_change(job)
-        self._emit(job.finish_update(norm, now_s))
-        if job.error is not None:
-            self._endings.fail(job, job.error)
-        elif job.exchange is not None and job.exchange.finish_update(job.num_steps_done):
-            self._exchange.contribute(job)
+    def after_failure(self, num_rows: int | None = None) -> Self:
+        """Hold the job back; num_rows: of its largest piece in the step that failed, None if no piece had run."""
+        max_rows = self.max_rows if num_rows is None else max(1, self.limit(num_rows) // 2)
+        return replace(self, num_turns=1 << self.num_in_a_row, num_in_a_row=self.num_in_a_row + 1, max_rows=max_rows)
+
+    def after_pack(self) -> Self:
+        """End the series. What its pieces were too large for may be over: they grow by an eighth each time."""
+        if self.max_rows is None and not self.num_in_a_row:
+            return self
+        return replace(
+            self, num_in_a_row=0, max_rows=None if self.max_rows is None else self.max_rows + 1 + self.max_rows // 8
+        )
+
+    def after_turn(self) -> Self:
+        """Count a turn of the step loop."""
+        return replace(self, num_turns=max(0, self.num_turns - 1))
+
+    def limit(self, num_rows: int) -> int:
+        """Return the rows of a piece for which this many were planned."""
+        return num_rows if self.max_rows is None else min(num_rows, self.max_rows)
+
+
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a job that is divided among nodes stands in its exchange with the others (`coserve.tuning.shard`)."""
+
+    shard: Shard
+    num_steps: int
+    """Optimizer steps of the whole job."""
+    is_waiting: bool = False
+    """Whether this node has contributed, and what to combine has not been taken in yet."""
+    step: int = 0
+    """Optimizer steps before the last contribution, or before the checkpoint that the job was resumed from."""
+    combination: Combination | None = None
+    """What is to be taken in, once it has come."""
+    common: Checkpoint | None = None
+    """A copy of the job when nodes last met, where each goes its own way between."""
+    num_trained: int | None = None
+    """Trained rows of the gradients that were combined for the step to come; None: they were not yet."""
+    num_taken_in: int = 0
+    """Contributions that the device has taken in since the job was opened."""
+    num_before: int = 0
+    """Contributions of earlier combinations, of num_taken_in."""
+    taking: TakenCopy | None = None
+    """The copy of what this node contributes, until the combination comes, for all who ask for it."""
+
+    @property
+    def num_combined(self) -> int:
+        """Return how many contributions of the combination the device has taken in."""
+        return self.num_taken_in - self.num_before
+
+    @property
+    def meets(self) -> bool:
+        """Return whether the contribution waits for those of all others."""
+        return self.shard.meets_after(self.step, self.num_steps)
+
+    def contributes_after(self, step: int) -> bool:
+        """Return whether this node's progress is due to the others after an optimizer step, and not given yet."""
+        is_new = step != self.step
+        return is_new and not self.shard.gives_gradients and self.shard.contributes_after(step, self.num_steps)
+
+    def holds_what_all_hold(self, step: int) -> bool:
+        """Return whether all nodes have the same after this many steps."""
+        return self.shard.gives_gradients or (
+            self.shard.contributes_after(step, self.num_steps) and self.shard.meets_after(step, self.num_steps)
+        )
+
+    def begin(self, step: int) -> Self:
+        """Make a contribution."""
+        return replace(self, taking=None, step=step, is_waiting=True)
+
+    def arrive(self, combination: Combination) -> Self:
+        """Note what is to be taken in, this node's own among it; again, if a caller was interrupted."""
+        if self.combination is not None:
+            return replace(self, combination=combination)
+        return replace(self, taking=None, num_before=self.num_taken_in, combination=combination)
+
+    def end(self, combination: Combination, common: Checkpoint | None) -> Self:
+        """Note that all of a combination has been taken in; common: a copy of the job now, where nodes have met."""
+        num_trained = combination.num_trained if self.shard.gives_gradients else self.num_trained
+        return replace(self, is_waiting=False, combination=None, num_trained=num_trained, common=common)
+
+
+class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """What is true of a job now."""
+
+    status: JobStatus = "running"
+    error: str | None = None
+    """Why the job has failed, or is about to."""
+    stage: JobStage = "packs"
+    """What comes next: the packs of an optimizer step and the step itself; what follows from it (`after_step`: a
+    contribution, a version); the packs of the validation set; or answers to its questions, if it has any.
+    """
+    packs: tuple[PackMembers, ...] = ()
+    """Packs of the stage that are not done, the next one first."""
+    place: BegunPack | SwappedPack | None = None
+    """Where the next pack lies, and how far it has come; None: it has not begun."""
+    num_rows_counted: float = 0.0
+    """Rows of the next pack, if it has begun, that num_rows_run has."""
+    num_steps_done: int = 0
+    """Optimizer steps that were made, those that were skipped among them."""
+    num_bad_steps: int = 0
+    """Optimizer steps in a row whose gradient was not finite."""
+    num_tokens_trained: int = 0
+    """Rows of packs whose gradients are in."""
+    num_tokens_at_step: int = 0
+    """Those of them in whole optimizer steps."""
+    num_rows_run: float = 0.0
+    """Forward rows and reversed rows, work that was lost among them, for sharing the device among jobs."""
+    moved_s: float = -inf
+    """Time of the last progress."""
+    num_drops: int = 0
+    """Packs that were given up, to be begun again."""
+    sums: LossSums = LossSums()
+    """Of the packs that are done, of the optimizer step or of the evaluation; never changed in place."""
+    seconds: StepSeconds = StepSeconds()
+    """Device time of the optimizer step so far."""
+    is_evaluated: bool = False
+    """Whether the validation set was measured after the last optimizer step, before the job was resumed."""
+    best: BestEvaluation = BestEvaluation()
+    joined: frozenset[str] = frozenset()
+    """Jobs whose tasklets were one batch of rows with its last ones, itself included."""
+    optimizer_away: bool = False
+    """Whether the optimizer's moments lie on the host."""
+    memory_failures: MemoryFailures = MemoryFailures()
+    exchange: Exchange | None = None
+    """Of a job that is divided among nodes."""
+
+    # -- questions ----------------------------------------------------------------
+
+    @property
+    def is_terminal(self) -> bool:
+        """Return whether the job is over."""
+        return self.status not in ("running", "paused")
+
+    @property
+    def measures(self) -> bool:
+        """Return whether the next pack runs nothing backward."""
+        return self.stage == "evaluation" or (bool(self.packs) and self.packs[0].is_reference)
+
+    @property
+    def has_trained(self) -> bool:
+        """Return whether all packs of an optimizer step are done, and the step itself is not."""
+        return self.stage == "packs" and not self.packs and self.status == "running"
+
+    @property
+    def update_due(self) -> bool:
+        """Return whether the optimizer step can be made."""
+        if not self.has_trained:
+            return False
+        exchange = self.exchange
+        return exchange is None or not exchange.shard.gives_gradients or exchange.num_trained is not None
+
+    @property
+    def contribution_due(self) -> bool:
+        """Return whether the other nodes are to have this one's gradients, before the optimizer step can be made, or
+        its progress after it.
+        """
+        exchange = self.exchange
+        if exchange is None or exchange.is_waiting or self.is_terminal:
+            return False
+        if exchange.shard.gives_gradients:
+            return self.has_trained and exchange.num_trained is None
+        return self.stage == "after_step" and exchange.contributes_after(self.num_steps_done)
+
+    @property
+    def num_trained(self) -> int:
+        """Return the rows that the gradients of the step are of, those of other nodes included; at least 1, also for a
+        part of a batch that has no examples.
+        """
+        combined = None if self.exchange is None else self.exchange.num_trained
+        return max(1, combined or self.sums.num_trained)
+
+    @property
+    def checkpoint_step(self) -> int | None:
+        """Return the optimizer steps that a checkpoint would have now; None: there cannot be one yet."""
+        if self.exchange is None or self.exchange.shard.gives_gradients:
+            return self.num_steps_done
+        return None if self.exchange.common is None else self.exchange.common.position.num_steps_done
+
+    @property
+    def evaluation_is_done(self) -> bool:
+        """Return whether nothing is left to measure after the last optimizer step."""
+        return self.stage == "packs" or (self.stage == "after_step" and self.is_evaluated)
+
+    @property
+    def begun(self) -> BegunPack | None:
+        """Return the pack in memory."""
+        return self.place if isinstance(self.place, BegunPack) else None
+
+    @property
+    def swapped(self) -> SwappedPack | None:
+        """Return the pack on the host."""
+        return self.place if isinstance(self.place, SwappedPack) else None
+
+    # -- what each event makes of it ----------------------------------------------
+
+    def resumed_from(self, position: JobPosition) -> Self:
+        """Take up a position, before anything has been run."""
+        found = replace(
+            self,
+            num_steps_done=position.num_steps_done,
+            num_rows_run=position.num_rows_run,
+            num_tokens_trained=position.num_tokens_trained,
+            num_tokens_at_step=position.num_tokens_trained,
+            num_bad_steps=position.num_bad_steps,
+            best=position.best,
+        )
+        if not position.num_steps_done:
+            return found
+        exchange = None if self.exchange is None else replace(self.exchange, step=position.num_steps_done)
+        return replace(found, stage="after_step", packs=(), is_evaluated=position.evaluated, exchange=exchange)
+
+    def after_begin(self, begun: BegunPack) -> Self:
+        """Have the next pack in memory, from its beginning or back from the host."""
+        num_rows_counted = 0.0 if self.swapped is None else self.num_rows_counted
+        return replace(self, place=begun, num_rows_counted=num_rows_counted)
+
+    def after_rows(self, num_rows: float, now_s: float) -> Self:
+        """Count what a step has run of the pack; num_rows: of all that has run of it."""
+        num_new = num_rows - self.num_rows_counted
+        return replace(self, num_rows_run=self.num_rows_run + num_new, num_rows_counted=num_rows, moved_s=now_s)
+
+    def after_swap(self) -> Self:
+        """Have the pack in memory on the host; it will resume where it is."""
+        begun = self.begun
+        assert begun is not None
+        return replace(self, place=SwappedPack(cursor=begun.cursor, group_pages=begun.pages.group_pages))
+
+    def after_seconds(self, started_s: float, seconds: StepSeconds) -> Self:
+        """Add the job's share of an engine's step that began then."""
+        so_far = self.seconds
+        return replace(
+            self,
+            seconds=StepSeconds(
+                started_s=so_far.started_s or started_s,
+                forward_s=so_far.forward_s + seconds.forward_s,
+                loss_s=so_far.loss_s + seconds.loss_s,
+                backward_s=so_far.backward_s + seconds.backward_s,
+                update_s=so_far.update_s + seconds.update_s,
+            ),
+        )
+
+    def after_pack(self, sums: PackSums) -> Self:
+        """Complete the next pack."""
+        pack, packs = self.packs[0], self.packs[1:]
+        is_measured = self.stage == "evaluation"
+        total, num_tokens = self.sums, self.num_tokens_trained
+        if not pack.is_reference:
+            total = with_fields(total, metrics=dict(total.metrics))
+            total.add(
+                LossSums(
+                    loss=sums.loss,
+                    num_correct=sums.num_correct,
+                    num_trained=sums.num_trained,
+                    metrics=dict(sums.metrics),
+                )
+            )
+            num_tokens += 0 if is_measured else pack.num_rows
+        return replace(
+            self,
+            stage="answers" if is_measured and not packs else self.stage,
+            packs=packs,
+            place=None,
+            num_rows_counted=0.0,
+            sums=total,
+            num_tokens_trained=num_tokens,
+            memory_failures=self.memory_failures.after_pack(),
+        )
+
+    def after_drop(self) -> Self:
+        """Give up what was done of the next pack."""
+        return replace(self, place=None, num_rows_counted=0.0, num_drops=self.num_drops + 1)
+
+    def after_update(self, *, was_finite: bool, error: str | None) -> Self:
+        """Complete an optimizer step. was_finite: whether it was made, and not skipped. error: see `error`."""
+        exchange = self.exchange
+        return replace(
+            self,
+            stage="after_step",
+            is_evaluated=False,
+            num_steps_done=self.num_steps_done + 1,
+            num_tokens_at_step=self.num_tokens_trained,
+            num_bad_steps=0 if was_finite else self.num_bad_steps + 1,
+            sums=LossSums(),
+            error=error,
+            exchange=None if exchange is None else replace(exchange, num_trained=None),
+        )
+
+    def evaluating(self, packs: tuple[PackMembers, ...]) -> Self:
+        """Measure the validation set next, which has these packs."""
+        return replace(self, stage="evaluation", packs=packs)
+
+    def after_evaluation(self, best: BestEvaluation) -> Self:
+        """Complete an evaluation; what follows it is the next optimizer step, or the end."""
+        return replace(self, stage="after_step", is_evaluated=True, sums=LossSums(), best=best)
+
+    def starting_step(self, packs: tuple[PackMembers, ...]) -> Self:
+        """Turn to the next optimizer step, which has these packs."""
+        return replace(self, stage="packs", packs=packs, seconds=StepSeconds())
+
+    def ended(self, status: JobEnd, error: str | None) -> Self:
+        """End the job; one that has succeeded has nothing left to measure. error: see `error`."""
+        is_evaluated = self.is_evaluated or status == "succeeded"
+        return replace(
+            self,
+            status=status,
+            packs=(),
+            place=None,
+            num_rows_counted=0.0,
+            is_evaluated=is_evaluated,
+            error=error or self.error,
+        )

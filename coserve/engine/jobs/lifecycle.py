@@ -1,0 +1,363 @@
+"""What moves jobs on: steps that have run, and what follows: contributions, versions, evaluations, ends.
+
+What has happened is booked first, in one assignment to `Job.progress`; what follows from it is due until it has been
+done. A caller can be interrupted in any command to the device: `follow` then does the rest when it is called again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from msgspec.structs import replace
+
+from coserve.devices.base import Device
+from coserve.devices.job_messages import CloseTrainer, CombineContributions, TakeContribution
+from coserve.devices.step_messages import StepBatch, StepResult
+from coserve.engine.command_log import CommandLog
+from coserve.engine.jobs.answers import Answers
+from coserve.engine.jobs.checkpoint import Checkpoint, CopyTaker, TakenCopy
+from coserve.engine.jobs.events import JobEvent, StepSeconds
+from coserve.engine.jobs.job import Job
+from coserve.engine.jobs.memory import JobMemory
+from coserve.engine.jobs.pack import BegunPack
+from coserve.engine.jobs.progress import Exchange, JobEnd
+from coserve.engine.records import WindowUse
+from coserve.engine.served_adapters import ServedAdapters
+from coserve.errors import DeviceMemoryError, JobError
+from coserve.scheduling.fairness import TokenCounters
+from coserve.tuning.shard import Combination
+
+
+class JobLifecycle:
+    """Moves the jobs on one device from one optimizer step to the next, and to their ends."""
+
+    def __init__(
+        self,
+        device: Device,
+        memory: JobMemory,
+        adapters: ServedAdapters,
+        counters: TokenCounters,
+        *,
+        log: CommandLog,
+        answers: Answers,
+        emit: Callable[[JobEvent], None],
+        jobs: Mapping[str, Job],
+    ) -> None:
+        """Begin with nothing due. answers: to validation sets. emit: takes events. jobs: all that there are, now and
+        later.
+        """
+        self._clock, self._memory, self._adapters, self._counters = device.clock, memory, adapters, counters
+        self._log, self._answers, self._emit, self._jobs = log, answers, emit, jobs
+        self._copies = CopyTaker(device, log)
+        self.window_use = WindowUse()
+        """What came of the window of weights so far."""
+
+    # -- what a step brought ----------------------------------------------------------
+
+    def apply(self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float) -> None:
+        """Book a step that has run; started_s: when it began."""
+        jobs = self._jobs
+        for job_id, seconds in shares_of_time(batch, result).items():
+            jobs[job_id].count_seconds(started_s, StepSeconds(**seconds))
+        for update in batch.updates:
+            self._finish_update(jobs[update.job], result.norms[update.job], now_s)
+        for window in batch.windows:
+            _begun(jobs[window.job]).run_window(window)
+        for piece in batch.losses:
+            _begun(jobs[piece.job]).run_loss(piece)
+        for tasklets in batch.tasklets:
+            _begun(jobs[tasklets.job]).run_tasklets(tasklets, result.num_tasklets[tasklets.job])
+        for job_id, group in joined_jobs(batch, result).items() if batch.tasklets else ():
+            jobs[job_id].set_joined(group)
+        self.window_use.add(result)
+        for job_id, message in result.broken.items():
+            self.end(jobs[job_id], "failed", message)
+        for job_id in largest_pieces(batch):
+            job = jobs[job_id]
+            if not job.is_terminal:
+                self._counters.charge(job.tenant, tuning=job.count_rows(now_s))
+        for job_id, sums in result.packs.items():
+            job = jobs[job_id]
+            job.finish_pack(sums)
+            if job.progress.stage == "answers" and not job.questions:
+                self._finish_evaluation(job, {})
+
+    def recover(self, batch: StepBatch, result: StepResult, now_s: float) -> bool:
+        """Book a step that ran out of memory: optimizer steps that were made stand, one that was under way fails its
+        job, and packs that took part are dropped; their jobs are held back for some turns, or have failed if that was
+        once too often. Returns whether any of this freed something.
+        """
+        assert result.failure is not None
+        for job_id, norm in result.norms.items():
+            self._finish_update(self._jobs[job_id], norm, now_s)
+        if result.failure.broken_update is not None:
+            job = self._jobs[result.failure.broken_update]
+            self.end(job, "failed", f"out of memory within an optimizer step: {result.failure.message}")
+        largest = largest_pieces(batch)
+        moved = [job for job_id in largest if (job := self._jobs[job_id]).has_pack]
+        for job in moved:
+            self._memory.drop_pack(job)
+            self.hold_back(job, result.failure.message, largest[job.id])
+        return bool(moved) or bool(batch.updates)
+
+    def abandon(self, batch: StepBatch, error: BaseException) -> None:
+        """Give up a step that the device failed in: its packs and updates are in an unknown state. All else is as it
+        was.
+        """
+        for update in batch.updates:
+            self.end(self._jobs[update.job], "failed", f"the device failed within an optimizer step: {error!r}")
+        for job_id in largest_pieces(batch):
+            if (job := self._jobs[job_id]).has_pack:
+                self._memory.drop_pack(job)
+
+    def _finish_update(self, job: Job, norm: float | None, now_s: float) -> None:
+        self.note_change(job)
+        self._emit(job.finish_update(norm, now_s))
+        if job.error is not None:
+            self.end(job, "failed", job.error)
+        self._contribute(job)
+
+    # -- what follows -----------------------------------------------------------------
+
+    def follow(self, job: Job) -> None:
+        """Do what is due of a job, and can be done now."""
+        if job.exchange is not None:
+            self._contribute(job)
+            self._combine(job)
+        waits = job.exchange is not None and job.exchange.is_waiting
+        if job.progress.stage == "after_step" and not job.is_terminal and not waits:
+            self._follow_update(job)
+        if job.progress.stage == "answers" and job.state == "running":
+            self._follow_evaluation(job)
+
+    def note_change(self, job: Job) -> None:
+        """Note that what the job trains is another now, and serves, if it is the model itself."""
+        self._adapters.versions.num_model_changes += job.costs.changes_model
+
+    def serve_again(self, job: Job) -> None:
+        """Serve at once what a live job resumes from, as before; that was reported when it was made. Without room, its
+        next step serves, or reports that. What many nodes train has a name where they meet.
+        """
+        if job.config.live and job.num_steps_done and job.exchange is None:
+            with suppress(DeviceMemoryError):
+                self._adapters.publish(
+                    job.id, job.name, job.num_steps_done, costs=job.costs, transient=True, model=job.model
+                )
+
+    def _follow_update(self, job: Job) -> None:
+        """Publish a version, evaluate (unless that was done), and turn to the next step."""
+        step, config = job.num_steps_done, job.config
+        last = step == job.order.num_steps
+        if job.exchange is not None and not job.exchange.holds_what_all_hold(step):
+            pass  # nobody else has what it has now: that has no name
+        elif config.live:
+            self._publish(job, transient=not last)
+        elif last or (config.publish_every_steps and step % config.publish_every_steps == 0):
+            self._publish(job)
+        if job.is_terminal:
+            return
+        due = last or (config.evaluate_every_steps and step % config.evaluate_every_steps == 0)
+        if not (due and not job.progress.is_evaluated and job.start_evaluation()):
+            self._next_step(job)
+
+    def _follow_evaluation(self, job: Job) -> None:
+        """Have the questions of its validation set answered, or continue if they are."""
+        if not job.questions:
+            self._finish_evaluation(job, {})
+            return
+        try:
+            self._answers.begin(job)
+        except DeviceMemoryError as error:
+            message = f"out of memory where {job.name}@{job.num_steps_done} was to be evaluated: {error}"
+            self.end(job, "failed", message)
+            return
+        if (found := self._answers.found(job)) is not None:
+            self._finish_evaluation(job, found)
+
+    def _finish_evaluation(self, job: Job, answers: Mapping[str, float]) -> None:
+        """Complete an evaluation; answers: what came of its questions, by the metric's name."""
+        self._emit(job.finish_evaluation(self._clock.now(), answers))
+        self._next_step(job)
+
+    def _next_step(self, job: Job) -> None:
+        """Begin the next optimizer step, or end the job: after its last step, or where it stops early."""
+        if job.stops_early and job.num_steps_done < job.order.num_steps:
+            self._publish(job)  # what serves now is what the job has made
+            if not job.is_terminal:
+                self.end(job, "succeeded")
+        elif not job.start_step():
+            self.end(job, "succeeded")
+
+    def _publish(self, job: Job, *, transient: bool = False, step: int | None = None) -> None:
+        """Serve its adapter as it is. step: that nodes have made on the average, where that is not the job's own."""
+        step = job.num_steps_done if step is None else step
+        try:
+            version = self._adapters.publish(
+                job.id, job.name, step, costs=job.costs, transient=transient, model=job.model
+            )
+        except DeviceMemoryError as error:
+            self.end(job, "failed", f"out of memory where {job.name}@{step} was to be kept: {error}")
+            return
+        self._emit(job.event("version", self._clock.now(), version=version.label))
+
+    # -- other nodes ------------------------------------------------------------------
+
+    def checkpoint(self, job: Job) -> Checkpoint:
+        """Return a copy of a job, of its last whole optimizer step. Where its nodes each go their own way, it is the
+        copy that was made when they last met.
+
+        Raises:
+            JobError: They have not met yet.
+        """
+        if job.checkpoint_step is None:
+            raise JobError(f"the nodes of job {job.id!r} have not met yet: it has no state to be kept")
+        if job.exchange is not None and job.exchange.common is not None:
+            return job.exchange.common
+        return self._copies.checkpoint(job.id, job.position())
+
+    def contribution(self, job: Job) -> TakenCopy:
+        """Return a copy of what the other nodes of a job are to have.
+
+        Gradients can be taken once: until their combination comes, a caller that asks again gets the same copy, which
+        the device takes unless it has.
+        """
+        exchange = job.exchange
+        assert exchange is not None
+        if (copy := exchange.taking) is None:
+            copy = self._copies.new(job.id)
+            job.set_exchange(replace(exchange, taking=copy))
+        self._log.execute(TakeContribution(job.id, copy.id))
+        return copy
+
+    def _contribute(self, job: Job) -> None:
+        """Report that a contribution is due, if one is."""
+        if job.progress.contribution_due:
+            assert job.exchange is not None
+            job.set_exchange(job.exchange.begin(job.num_steps_done))
+            self._emit(job.event("contribution", self._clock.now()))
+
+    def _combine(self, job: Job) -> None:
+        """Take in what nodes have contributed, if that has come and the job can."""
+        assert job.exchange is not None
+        found = job.exchange.combination
+        if found is None or job.state != "running" or job.optimizer_away or job.memory_failures.num_turns:
+            return
+        try:
+            self._take_in_all(job, found)
+        except DeviceMemoryError as error:
+            self.hold_back(job, str(error))
+
+    def _take_in_all(self, job: Job, found: Combination) -> None:
+        exchange = job.exchange
+        assert exchange is not None
+        gives_gradients, meets = exchange.shard.gives_gradients, exchange.meets
+        if not gives_gradients and found.version is not None and not meets:
+            exchange = self._take_in(job, found.num_in_version)
+            if job.config.live and exchange.num_combined == found.num_in_version:
+                self._publish(job, transient=True, step=found.version)
+        if not job.is_terminal:
+            exchange = self._take_in(job, len(found.directories))
+        common = exchange.common
+        if not gives_gradients and meets:
+            # Before the end: without memory for it all this comes again.
+            common = self._copies.checkpoint(job.id, job.position()) if exchange.shard.index == 0 else None
+        job.set_exchange(exchange.end(found, common))
+
+    def _take_in(self, job: Job, number: int) -> Exchange:
+        """Have the device hold this many contributions of the combination, and return where the job stands then.
+
+        Each is taken in once: a caller that was interrupted asks the device again, which knows.
+
+        Raises:
+            DeviceMemoryError: Nothing more has been taken in.
+        """
+        exchange = job.exchange
+        assert exchange is not None
+        if number <= exchange.num_combined:
+            return exchange
+        up_to = exchange.num_before + number
+        self._log.execute(CombineContributions(job.id, up_to, meets=exchange.meets))
+        exchange = replace(exchange, num_taken_in=up_to)
+        job.set_exchange(exchange)
+        if not exchange.shard.gives_gradients:
+            self.note_change(job)
+        return exchange
+
+    # -- ends -------------------------------------------------------------------------
+
+    def hold_back(self, job: Job, message: str, num_rows: int | None = None) -> None:
+        """Hold back a job for which the device had no memory, or fail it if that was once too often.
+
+        Args:
+            job: The job.
+            message: The device's reason.
+            num_rows: Rows of its largest piece then.
+        """
+        job.set_memory_failures(job.memory_failures.after_failure(num_rows))
+        if job.memory_failures.too_many:
+            self.end(job, "failed", job.memory_failures.reason(message))
+
+    def end(self, job: Job, status: JobEnd, message: str = "") -> None:
+        """End a job: the device lets go of what it has of it. message: why it has failed."""
+        if job.state == "running":
+            self._counters.leave(job.tenant)
+        job.end(status, message or None)
+        self._answers.cancel(job)
+        self._memory.release(job, self._jobs.values())
+        self._log.send(CloseTrainer(job.id))
+        self._emit(job.event(status, self._clock.now(), message=message))
+
+
+def _begun(job: Job) -> BegunPack:
+    begun = job.progress.begun
+    assert begun is not None, f"a step ran a pack of job {job.id}, which has none"
+    return begun
+
+
+# -- what a step was to each of its jobs ------------------------------------------------
+
+
+def largest_pieces(batch: StepBatch) -> dict[str, int]:
+    """The jobs whose packs move on in a step, and the rows of the largest piece of each."""
+    found: dict[str, int] = {}
+    for pieces in (batch.windows, batch.losses, batch.tasklets):
+        for piece in pieces:
+            found[piece.job] = max(piece.num_rows, found.get(piece.job, 0))
+    return found
+
+
+def joined_jobs(batch: StepBatch, result: StepResult) -> dict[str, frozenset[str]]:
+    """The jobs whose tasklets have run, and with which ones, themselves included, these were one batch of rows."""
+    groups: dict[int | str, list[str]] = {}
+    for each in batch.tasklets:
+        if result.num_tasklets[each.job]:
+            groups.setdefault(each.job if each.group is None else each.group, []).append(each.job)
+    return {job: frozenset(group) for group in groups.values() for job in group}
+
+
+def shares_of_time(batch: StepBatch, result: StepResult) -> dict[str, dict[str, float]]:
+    """Each job's share of the step by rows: seconds by the job, and by section (fields of `StepSeconds`)."""
+    found: dict[str, dict[str, float]] = {}
+    # What ran beside the forward pass counts as what most of it is.
+    loss_s, backward_s = (0.0, result.beside_s) if batch.tasklets else (result.beside_s, 0.0)
+    if batch.windows:
+        num_others = sum([len(rows.tokens) for rows in batch.requests])
+        num_rows = [(piece.job, piece.num_rows) for piece in batch.windows]
+        _share(found, "forward_s", num_rows, result.forward_s, num_others)
+    if batch.losses:
+        num_rows = [(piece.job, piece.num_rows) for piece in batch.losses]
+        _share(found, "loss_s", num_rows, result.loss_s + loss_s)
+    if batch.tasklets:
+        num_rows = [(each.job, each.num_rows * result.num_tasklets[each.job]) for each in batch.tasklets]
+        _share(found, "backward_s", num_rows, result.backward_s + backward_s)
+    if batch.updates:
+        _share(found, "update_s", [(update.job, 1) for update in batch.updates], result.update_s)
+    return found
+
+
+def _share(
+    found: dict[str, dict[str, float]], name: str, num_rows: Sequence[tuple[str, int]], seconds: float, others: int = 0
+) -> None:
+    """Seconds of a section go to its jobs by their rows; others: rows of nobody."""
+    whole = max(1, others + sum([number for _, number in num_rows]))
+    for job, number in num_rows:
+        found.setdefault(job, {})[name] = seconds * number / whole

@@ -1,0 +1,94 @@
+"""A pack of a job in memory, and what a job's packs need of memory and of the device.
+
+A pack can give way at any moment: it is begun again, or comes back from the host as it was (`SwappedPack`).
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
+import msgspec
+
+from coserve.devices.job_messages import BeginPack, TrainerOpened, group_bytes
+from coserve.devices.step_messages import LossRows, Tasklets, WindowRows
+from coserve.devices.swap_messages import MovePack
+from coserve.engine.host_swap import SwappedPack
+from coserve.memory.pack_pages import PackPages
+from coserve.tuning.cursor import Cursor, LayerwiseCursor
+from coserve.tuning.order import PackMembers
+
+
+class BegunPack(msgspec.Struct, frozen=True):
+    """A pack in memory. Its cursor and its pages move on in place; they are new where it is begun again."""
+
+    pages: PackPages
+    cursor: Cursor
+    """How far it has come."""
+
+    def run_window(self, rows: WindowRows) -> None:
+        """Note that rows have been through the forward pass."""
+        self.cursor.advance_forward(rows.num_rows)
+
+    def run_loss(self, rows: LossRows) -> None:
+        """Note that trained rows have been through the loss."""
+        start, end = self.cursor.next_loss(rows.num_rows)
+        self.cursor.advance_loss(end - start)
+
+    def run_tasklets(self, tasklets: Tasklets, num_run: int) -> None:
+        """Note that some of these tasklets have run."""
+        self.cursor.advance_tasklets(tasklets.num_rows, num_run)
+
+    @property
+    def num_loss_rows_left(self) -> int:
+        """Return how many trained rows are still to go through the loss."""
+        return self.cursor.num_trained - self.cursor.num_loss_rows
+
+
+class PackNeeds:
+    """What the packs of one job need of memory, and how the device is told to begin them."""
+
+    def __init__(self, job: str, costs: TrainerOpened) -> None:
+        """Count by costs, which the device has reported of the job's trainer; job: its id."""
+        self._job, self._costs = job, costs
+        self._group_pages = lru_cache(maxsize=64)(partial(_pages_of, costs))  # asked for by every view
+
+    def num_trained_parts(self, *, measures: bool) -> int:
+        """Return how many parts of the model a pack runs backward; measures: none of them."""
+        return 0 if measures else self._costs.trained_parts
+
+    def group_pages(self, num_rows: int, page_bytes: int, *, measures: bool) -> Sequence[int]:
+        """Return the pages of each group of tensors of a pack with this many rows."""
+        return self._group_pages(measures, num_rows, page_bytes)
+
+    def first_cursor(self, pack: PackMembers, *, measures: bool) -> Cursor:
+        """Return where a pack begins."""
+        num_parts = self.num_trained_parts(measures=measures)
+        if (other := self._costs.other) is None:
+            return Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=num_parts)
+        return LayerwiseCursor(
+            num_rows=pack.num_rows,
+            forward_turns=other.forward_turns,
+            loss_turns=other.evaluation_loss_turns if measures else other.loss_turns,
+            num_parts=num_parts,
+        )
+
+    def command_to_begin(
+        self, pack: PackMembers, pages: PackPages, *, measures: bool, away: SwappedPack | None
+    ) -> BeginPack | MovePack:
+        """Return what has the device begin a pack on these pages, or have it again; away: as it lies on the host."""
+        if away is not None:
+            return MovePack(self._job, pages.places)
+        return BeginPack(
+            job=self._job,
+            sequences=tuple([sequence for example in pack.examples for sequence in example.sequences]),
+            first_row=pack.first_row,
+            runs=pages.places,
+            evaluate=measures,
+            is_reference=pack.is_reference,
+            values=tuple([numbers for example in pack.examples for numbers in example.values]),
+            labels=tuple([label for example in pack.examples for label in example.labels]),
+        )
+
+
+def _pages_of(costs: TrainerOpened, evaluate: bool, num_rows: int, page_bytes: int) -> tuple[int, ...]:
+    groups = costs.evaluation if evaluate else costs.training
+    return tuple([-(-group_bytes(tensors, num_rows) // page_bytes) for tensors in groups])
