@@ -7,7 +7,6 @@ step, and needs no bypass: every operator has the gradients of its weights.
 import json
 from collections.abc import Mapping
 from functools import cached_property
-from math import prod
 from pathlib import Path
 
 import torch
@@ -20,7 +19,6 @@ from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.whole_files import replace_file
 from coserve.errors import AdapterError
 from coserve.graph.bypass import AttachedGraph
-from coserve.kernels.cuts import Cut
 from coserve.kernels.weights import Weight
 from coserve.models.backbone import Backbone
 from coserve.models.base import HEAD, Architecture, Part
@@ -153,18 +151,3 @@ def weight_places(architecture: Architecture) -> dict[str, tuple[Part, str]]:
         for tensor in architecture.graphs[part].with_kind("weight")
         if (name := architecture.prefix(part) + tensor.name) in architecture.weight_shapes
     }
-
-
-def num_held_parameters(backbone: Backbone, layout: AdapterLayout) -> int:
-    """Return how many of an adapter's parameters a rank holds at most: its pieces of the model's own weights, and all
-    of the others.
-    """
-    if backbone.ranks.size == 1:
-        return layout.num_parameters
-    places, local = weight_places(backbone.architecture), backbone.local
-    states = {name: local.state(*places[name]) for name in layout.shapes if name in places}
-    shapes = {
-        name: state.local_shape(shape) if isinstance(state := states.get(name), Cut) else shape
-        for name, shape in layout.shapes.items()
-    }
-    return sum(map(prod, shapes.values()))

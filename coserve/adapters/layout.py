@@ -46,6 +46,8 @@ class AdapterLayout:
     derived: dict[str, tuple[TensorSpec, ...]]
     shared: Mapping[str, str] = field(default_factory=dict)
     frozen: FrozenWeights | None = None
+    method: HasBypasses | None = None
+    """The method whose tensors these are; None for weights of the model itself."""
 
     @classmethod
     def of(
@@ -75,6 +77,7 @@ class AdapterLayout:
             derived={},
             shared=config.shared(architecture),
             frozen=frozen,
+            method=config,
         )
         for module, place in places.items():
             bypass = layout.bypass(config, place, training=False)

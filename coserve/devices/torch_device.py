@@ -17,7 +17,7 @@ import torch
 
 from coserve.adapters.base import Adapter
 from coserve.adapters.full_model import serve_full_model
-from coserve.adapters.full_weights import num_held_parameters
+from coserve.adapters.held_parameters import num_held_parameters
 from coserve.adapters.peft_directory import load_adapter, read_config, save_adapter
 from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.base import Clock

@@ -13,7 +13,7 @@ from ranks import whole_backbone
 from support import model_directory
 
 from coserve.adapters import Adapter, LoraConfig
-from coserve.adapters.full_weights import num_held_parameters
+from coserve.adapters.held_parameters import num_held_parameters
 from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.methods.full import FullConfig
 from coserve.devices import adapter_memory, kept_profiles, loading, process_memory, profiled_pieces, profiling
@@ -188,6 +188,19 @@ def test_a_rank_needs_memory_for_its_pieces_of_a_model_that_is_trained_whole():
 
     for counted, held in run_ranks(2, count):
         assert counted == held < 0.6 * layout.num_parameters
+
+
+def test_a_rank_needs_memory_for_its_pieces_of_an_adapter():
+    """Not for the whole of it: of a LoRA at all linear layers about half is cut."""
+    whole, config = whole_backbone("llama"), LoraConfig(r=4, target_modules="all-linear")
+    layout = config.sizes(whole.architecture)
+
+    def count(group: RankGroup) -> tuple[int, int]:
+        backbone = divided_backbone(whole, group)
+        return num_held_parameters(backbone, layout), config.create(backbone, seed=0).num_parameters
+
+    for counted, held in run_ranks(2, count):
+        assert counted == held < 0.8 * layout.num_parameters
 
 
 # Which need whole weights to begin with; their sizes are those of a LoRA.
