@@ -6,14 +6,16 @@ full-on-1       likewise, but rank 1 runs out of memory
 sleeps-on-1     likewise, but rank 1 writes the file `asleep` and sleeps
 """
 
-import sys
+import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from devices import Driver
 from engines import expected_tokens, greedy
+from forked_ranks import forking
 from msgspec.structs import replace
 from support import make_backbone, model_directory, random_tokens
 
@@ -21,6 +23,7 @@ from coserve.devices.group_device import GroupDevice
 from coserve.devices.messages import CloseRequest
 from coserve.devices.settings import DeviceSettings
 from coserve.devices.step_messages import RequestRows, StepBatch
+from coserve.errors import DeviceMemoryError, UnknownModelError
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
@@ -31,8 +34,8 @@ FAST = Hardware(name="fast", flops_per_s=1e14, bytes_per_s=1e14, call_s=1e-8)
 # How long a process that is to end may take.
 _END_S = 20.0
 
-_HOOK = """#!{python}
-import runpy, sys, time
+_HOOK = """
+import sys, time
 from pathlib import Path
 
 import torch
@@ -41,7 +44,6 @@ from coserve.devices import torch_step
 from coserve.devices.torch_device import TorchDevice
 from coserve.errors import DeviceMemoryError
 
-RANK = int(sys.argv[-2])
 {before}
 execute, forward, rows = TorchDevice.execute, torch_step.forward, []
 
@@ -72,8 +74,18 @@ def failing_forward(*given):
 
 
 TorchDevice.execute, torch_step.forward, torch_step.TorchStep._prepare = failing_execute, failing_forward, prepare
-sys.argv = sys.argv[2:]
-runpy.run_module("coserve.devices.process_main", run_name="__main__", alter_sys=True)
+"""
+
+# For `failing_group`: rank 1 fails as it starts, before it has joined the others, which wait for it.
+_FAILS_AT_THE_START = """
+from coserve.devices import process_main
+
+def worthwhile_threads(*given):
+    if RANK == 1:
+        raise DeviceMemoryError("no room for threads")
+    return 1
+
+process_main.worthwhile_threads = worthwhile_threads
 """
 
 
@@ -98,13 +110,14 @@ def failing_group(directory: Path, num_ranks: int, *, before: str = "", **change
 
     before: Python that each rank runs first, which finds its number as RANK.
     """
-    python = directory / "python"
-    python.write_text(_HOOK.format(python=sys.executable, asleep=str(directory / "asleep"), before=before))
-    python.chmod(0o755)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", str(python))
-        patch.setenv("COSERVE_RANK_CHECK", "1")
-        return GroupDevice(settings(num_ranks, **changed))
+    hook = _HOOK.format(asleep=str(directory / "asleep"), before=before)
+    return GroupDevice(settings(num_ranks, **changed), start=forking(partial(_prepare, hook)))
+
+
+def _prepare(hook: str, rank: int) -> None:
+    """Have this process be a rank that fails."""
+    os.environ["COSERVE_RANK_CHECK"] = "1"
+    exec(hook, {"RANK": rank})
 
 
 def are_gone(pids: tuple[int, ...]) -> bool:
@@ -122,6 +135,18 @@ def generates_as_one_process(driver: Driver) -> bool:
     tokens = driver.generate("request", PROMPT, greedy(4))
     driver.device.execute(CloseRequest("request"))
     return tuple(tokens) == expected_tokens(PROMPT, 4)
+
+
+def group_says_why_it_cannot_start(directory: Path, **changed: Any) -> bool:
+    """Return whether what keeps all ranks from starting is raised as it is, and what keeps one of them with its number.
+
+    changed: settings of the device.
+    """
+    with pytest.raises(UnknownModelError, match="'/nowhere' is not a directory"):
+        failing_group(directory, 2, model="/nowhere", **changed)
+    with pytest.raises(DeviceMemoryError, match=r"^no room for threads \(on rank 1\)$"):
+        failing_group(directory, 2, before=_FAILS_AT_THE_START, threads=None, **changed)
+    return True
 
 
 def begin(driver: Driver, request: str) -> None:

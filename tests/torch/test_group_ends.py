@@ -15,43 +15,31 @@ import rank_devices
 from devices import Driver
 from engines import adapter_directory, greedy
 from lengths import NUM_RANK_KILLS
-from rank_devices import PROMPT, are_gone, begin, failing_group, generates_as_one_process
+from rank_devices import (
+    PROMPT,
+    are_gone,
+    begin,
+    failing_group,
+    generates_as_one_process,
+    group_says_why_it_cannot_start,
+)
 
 from coserve.devices.grammar import Grammar
 from coserve.devices.group_device import GroupDevice
 from coserve.devices.messages import CloseGrammar, CloseRequest, CountCommands, DropVersion, OpenVersion
 from coserve.devices.rank_process import DeviceProcess
 from coserve.devices.step_messages import StepBatch
-from coserve.errors import BudgetError, DeviceGoneError, DeviceMemoryError, UnknownModelError
+from coserve.errors import BudgetError, DeviceGoneError
 
 
-def test_a_group_that_cannot_start_says_why():
-    for changed, error, message in (
-        ({"model": "/nowhere"}, UnknownModelError, "'/nowhere' is not a directory"),
-        ({"memory_bytes": 1}, BudgetError, r"^the page pool needs [0-9]+ bytes or more, for two pages$"),
-    ):
-        with pytest.raises(error, match=message):
-            GroupDevice(rank_devices.settings(2, **changed))
+def test_a_group_that_cannot_start_says_why(tmp_path):
+    assert group_says_why_it_cannot_start(tmp_path)
 
 
-def test_an_error_at_the_start_of_one_rank_ends_that_of_all(tmp_path):
-    """Before it has joined the others, which wait for it."""
-    before = """
-from coserve.adapters import LoraConfig
-from coserve.devices import cpu_threads
-from coserve.devices.job_messages import CloseTrainer, DropTrainer
-from coserve.devices.loading import open_device
-from coserve.errors import DeviceMemoryError
-
-def worthwhile_threads(*given):
-    if RANK == 1:
-        raise DeviceMemoryError("no room for threads")
-    return 1
-
-cpu_threads.worthwhile_threads = worthwhile_threads
-"""
-    with pytest.raises(DeviceMemoryError, match=r"^no room for threads \(on rank 1\)$"):
-        failing_group(tmp_path, 2, before=before, threads=None)
+def test_ranks_that_are_programs_say_why_they_cannot_start():
+    """As those of an engine without a server."""
+    with pytest.raises(BudgetError, match=r"^the page pool needs [0-9]+ bytes or more, for two pages$"):
+        GroupDevice(rank_devices.settings(2, memory_bytes=1))
 
 
 @pytest.mark.long

@@ -11,10 +11,9 @@ import pytest
 import torch
 from devices import Driver
 from engines import adapter_directory, expected_tokens, greedy
-from rank_devices import are_gone, failing_group, settings
+from rank_devices import PROMPT, are_gone, begin, failing_group, group_says_why_it_cannot_start, settings
 from rank_training import CONFIG, num_trained, packs
 from safetensors.torch import load_file
-from support import random_tokens
 from torch import distributed as dist
 
 from coserve.adapters import LoraConfig
@@ -25,15 +24,14 @@ from coserve.devices.job_messages import PublishVersion
 from coserve.devices.loading import open_device
 from coserve.devices.matching import Vocabulary
 from coserve.devices.messages import CloseRequest, CountCommands, OpenGrammar, OpenVersion, SaveAdapter, SetVocabulary
-from coserve.devices.step_messages import RequestRows, StepBatch, Update
-from coserve.errors import AdapterError, DeviceGoneError, DeviceMemoryError, RequestError, UnknownModelError
+from coserve.devices.step_messages import Update
+from coserve.errors import AdapterError, DeviceGoneError, DeviceMemoryError, RequestError
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(not dist.is_available(), reason="PyTorch was built without torch.distributed"),
 ]
 BY_TORCH: dict[str, Any] = {"rank_transport": "torch_distributed"}
-PROMPT = tuple(random_tokens(11, 0).tolist())
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +55,6 @@ def serves(driver: Driver) -> bool:
     for request in ("plain", "adapted"):
         driver.device.execute(CloseRequest(request))
     return tuple(plain) == expected_tokens(PROMPT, 6) and tuple(adapted) == expected_tokens(PROMPT, 6, **lora)
-
-
-def begin(driver: Driver, request: str) -> None:
-    """Begin a step of one request."""
-    driver.open(request, greedy(1))
-    rows = RequestRows(request, 0, PROMPT, driver.pages_for(len(PROMPT)), samples=True)
-    driver.device.submit(StepBatch(step=0, requests=(rows,)))
 
 
 def test_requests_get_the_tokens_of_transformers(driver: Driver):
@@ -161,18 +152,4 @@ def test_a_rank_that_stands_still_ends_the_group(tmp_path: Path):
 
 
 def test_a_group_that_cannot_start_says_why(tmp_path: Path):
-    with pytest.raises(UnknownModelError, match="'/nowhere' is not a directory"):
-        GroupDevice(settings(2, model="/nowhere", **BY_TORCH))
-    before = """
-from coserve.devices import cpu_threads
-from coserve.errors import DeviceMemoryError
-
-def worthwhile_threads(*given):
-    if RANK == 1:
-        raise DeviceMemoryError("no room for threads")
-    return 1
-
-cpu_threads.worthwhile_threads = worthwhile_threads
-"""
-    with pytest.raises(DeviceMemoryError, match=r"^no room for threads \(on rank 1\)$"):
-        failing_group(tmp_path, 2, before=before, threads=None, **BY_TORCH)
+    assert group_says_why_it_cannot_start(tmp_path, **BY_TORCH)
