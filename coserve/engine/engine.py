@@ -16,6 +16,7 @@ from coserve.devices.rank_process import StartProcess, start_program
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.settings import LoadProgress
 from coserve.devices.step_messages import TokenLogprob
+from coserve.engine.closing import HoldsDevice, closed_on_error
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
 from coserve.engine.device_opening import device_on, device_settings, open_device_of
@@ -56,7 +57,7 @@ class Completion:
     stop_reason: str | int | None
 
 
-class Engine(EngineCore):
+class Engine(EngineCore, HoldsDevice):
     """One model on one device, serving and fine-tuning, with text in and out. Not to be shared between threads."""
 
     def __init__(
@@ -184,13 +185,14 @@ class Engine(EngineCore):
         )
         tokenizer = load_tokenizer(source)
         opened = open_device_of(source, settings, progress, start_rank)
-        return cls(
-            opened if wrap is None else wrap(opened),
-            config,
-            tokenizer=tokenizer if with_text else None,
-            answers_tokenizer=None if tokenizer is None else partial(load_tokenizer, source),
-            end_tokens=end_tokens_of(source, tokenizer),
-        )
+        with closed_on_error(opened):
+            return cls(
+                opened if wrap is None else wrap(opened),
+                config,
+                tokenizer=tokenizer if with_text else None,
+                answers_tokenizer=None if tokenizer is None else partial(load_tokenizer, source),
+                end_tokens=end_tokens_of(source, tokenizer),
+            )
 
     # -- requests -------------------------------------------------------------------
 
