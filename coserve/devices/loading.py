@@ -15,12 +15,16 @@ from coserve.kernels.groups.base import RankGroup
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.memory.paged_states import num_state_pages
 from coserve.models.backbone import Backbone, build_backbone, find_device
-from coserve.models.source import find_fetched, find_model
+from coserve.models.source import ModelSource, find_fetched, find_model
 from coserve.scheduling.profile import Profile
 
 
 def open_device(
-    settings: DeviceSettings, progress: LoadProgress | None = None, *, group: RankGroup | None = None
+    settings: DeviceSettings,
+    progress: LoadProgress | None = None,
+    *,
+    source: ModelSource | None = None,
+    group: RankGroup | None = None,
 ) -> TorchDevice:
     """Load a model in this process, and take the memory; the first start on a device measures its profile, which takes
     some seconds.
@@ -28,6 +32,7 @@ def open_device(
     Args:
         settings: all ranks of a group have the same.
         progress: told how far it is.
+        source: the settings' model, if it has been found already.
         group: of a model that several processes hold together: this process's rank of it; all ranks call this.
 
     Raises:
@@ -38,8 +43,10 @@ def open_device(
         torch.set_num_threads(settings.threads)
     device = find_device(settings.device)
     prepare_kernels(device, progress)
+    if source is None:
+        source = find_model(settings.model) if settings.num_ranks == 1 else find_fetched(settings.model)
     backbone = build_backbone(
-        find_model(settings.model) if settings.num_ranks == 1 else find_fetched(settings.model),
+        source,
         dtype=settings.dtype,
         device=device,
         seed=settings.seed,
@@ -48,6 +55,15 @@ def open_device(
         progress=_stage(progress, "loading weights"),
         group=group,
     )
+    return device_on(backbone, settings, progress)
+
+
+def device_on(backbone: Backbone, settings: DeviceSettings, progress: LoadProgress | None) -> TorchDevice:
+    """Return a device in this process on a model that is loaded; of the settings, memory, pages and profile count.
+
+    Raises:
+        BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page. DeviceMemoryError.
+    """
     return torch_device(
         backbone,
         memory_bytes=settings.memory_bytes,

@@ -19,7 +19,7 @@ from coserve.devices.step_messages import TokenLogprob
 from coserve.engine.closing import HoldsDevice, closed_on_error
 from coserve.engine.config import EngineConfig
 from coserve.engine.core import EngineCore
-from coserve.engine.device_opening import device_on, device_settings, open_device_of
+from coserve.engine.device_opening import device_settings, open_device_of
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.jobs.training_data import Data, read_data
 from coserve.engine.outbox import Event
@@ -114,6 +114,8 @@ class Engine(EngineCore, HoldsDevice):
             BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page. ValueError: the
                 config asks for several ranks, which `load` starts.
         """
+        from coserve.devices.loading import device_on
+
         config = config or EngineConfig()
         if config.tensor_parallel > 1:
             raise ValueError("tensor_parallel must be 1 for a model that is loaded: Engine.load starts several ranks")
