@@ -172,6 +172,11 @@ def library_directory() -> Path:
     return cache_directory() / "kernels"
 
 
+def source_files() -> list[Path]:
+    """Return the C++ files that become the library, from the folders of all instruction sets."""
+    return sorted(SOURCES.rglob("*.cpp"))
+
+
 # -- builds that come with the package --------------------------------------------------------
 
 
@@ -202,7 +207,7 @@ def _prebuilt_variant() -> Variant | None:
 @cache
 def _sources_digest() -> str:
     digest = hashlib.sha256()
-    for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+    for path in [*source_files(), *sorted(SOURCES.rglob("*.h"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -318,14 +323,14 @@ def _compile(directory: Path, identity: str, progress: Progress | None) -> Path:
 
 def _compile_into(place: Path, flags: tuple[str, ...], progress: Progress | None) -> Path:
     """Compile all sources, the largest first, as many at a time as there are processors; return the library."""
-    sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: path.stat().st_size, reverse=True)
+    sources = sorted(source_files(), key=lambda path: path.stat().st_size, reverse=True)
     total = len(sources) + 1
     if progress is not None:
         progress(0, total)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        objects = [place / f"{source.stem}.o" for source in sources]
+        objects = [place / f"{number}.o" for number in range(len(sources))]
         tasks = [
-            pool.submit(_run_compiler, *FLAGS, *flags, "-c", str(source), "-o", str(made))
+            pool.submit(_run_compiler, *FLAGS, *flags, f"-I{SOURCES}", "-c", str(source), "-o", str(made))
             for source, made in zip(sources, objects, strict=True)
         ]
         try:

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -868,9 +869,9 @@ def test_kernels_are_those_of_this_processor_and_source(afresh):
 @pytest.mark.parametrize("processor", ["x86-64", "bdver2", "haswell", "sapphirerapids"])
 def test_kernels_can_be_compiled_for_every_kind_of_processor(processor):
     """With AMX and AVX-512, with AVX2, with FMA and no AVX2, and with nothing of that."""
-    sources = sorted(cpu_library.SOURCES.glob("*.cpp"))
-    flags = ["-std=c++17", "-fopenmp", "-fsyntax-only", "-Wno-psabi", f"-march={processor}"]
-    result = subprocess.run(["g++", *flags, *map(str, sources)], capture_output=True, text=True, check=False)
+    flags = ["-std=c++17", "-fopenmp", "-fsyntax-only", "-Wno-psabi", f"-march={processor}", f"-I{cpu_library.SOURCES}"]
+    sources = map(str, cpu_library.source_files())
+    result = subprocess.run(["g++", *flags, *sources], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -903,13 +904,20 @@ def test_the_header_states_the_arguments_of_every_kernel():
     """The compiler holds the definitions against it; the library has whatever this processor can run."""
     found = compiled.signatures()
     assert len(found) == 54 and all(found.values())
-    sources = "".join(path.read_text() for path in Path(compiled.__file__).parent.glob("*.cpp"))
-    for name in found:
-        assert (
-            f'extern "C" void {name}(' in sources
-            or f"PAGED_ATTENTION({name}" in sources
-            or f"INT8_PRODUCT({name}" in sources
-        )
+    header = (cpu_library.SOURCES / "kernels.h").read_text()
+    for group in header.split("\n\n"):
+        paths = re.findall(r"[\w/]+\.cpp", group.partition("\n")[0])
+        sources = "".join((cpu_library.SOURCES / path).read_text() for path in paths)
+        for name in re.findall(r"^void (\w+)", group, re.MULTILINE):
+            definitions = (f'extern "C" void {name}(', f"PAGED_ATTENTION({name}", f"INT8_PRODUCT({name}")
+            assert any(each in sources for each in definitions), f"{name} in {paths}"
+
+
+@pytest.mark.parametrize(("folder", "guard"), [("amx", "HAS_AMX"), ("avx512", "HAS_PAIRS"), ("tiles", "HAS_TILES")])
+def test_a_folder_says_which_instructions_its_kernels_need(folder, guard):
+    for path in (cpu_library.SOURCES / folder).glob("*.cpp"):
+        says_what_there_is = path.name == "tiles.cpp"
+        assert says_what_there_is or f"\n#ifdef {guard}\n" in path.read_text(), path
 
 
 @pytest.mark.long

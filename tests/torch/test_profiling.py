@@ -56,12 +56,12 @@ def test_a_profile_is_measured_once_for_each_model_and_state_of_the_code(tmp_pat
 
 
 def test_the_state_of_the_code_is_that_of_what_is_measured(tmp_path, monkeypatch):
-    for name in ("kernels/weights.py", "kernels/cpu/rows.cpp", "server/app.py"):
+    for name in ("kernels/weights.py", "kernels/cpu/common/rows.cpp", "server/app.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
     monkeypatch.setattr(kept_profiles, "_PACKAGE", tmp_path)
     states = []
-    for name in (None, "server/app.py", "kernels/weights.py", "kernels/cpu/rows.cpp"):
+    for name in (None, "server/app.py", "kernels/weights.py", "kernels/cpu/common/rows.cpp"):
         if name is not None:
             (tmp_path / name).write_text("2")
         kept_profiles._code.cache_clear()

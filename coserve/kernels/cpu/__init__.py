@@ -1,4 +1,4 @@
-"""The backend for CPUs: compiled kernels (`*.cpp`) for what PyTorch runs in many passes or rearranges first, PyTorch's
+"""The backend for CPUs: compiled kernels (C++) for what PyTorch runs in many passes or rearranges first, PyTorch's
 own products for the rest, and the plain way for what neither is for (other dtypes and layouts, unusual attention).
 
 It is available where the kernels' library is prebuilt or g++ compiles it (`coserve.kernels.cpu_library`); elsewhere

@@ -1,4 +1,4 @@
-"""The memory that ranks of one machine share: what lies where. `kernels/cpu/collectives.cpp` has the same layout.
+"""The memory that ranks of one machine share: what lies where. `cpu/common/collectives.cpp` has the same layout.
 
     page 0              what the arena is, and whether the group has failed or is over
     pages 1 to size     one for each rank, which that rank alone writes

@@ -37,7 +37,7 @@ class Collectives(ABC):
 
 
 class CompiledCollectives(Collectives):
-    """Those of `kernels/cpu/collectives.cpp`."""
+    """Those of `kernels/cpu/common/collectives.cpp`."""
 
     def __init__(self, kernels: Library, rank: ArenaRank) -> None:
         self._kernels, self._rank = kernels, rank
