@@ -25,13 +25,13 @@ PARTS = ("products", "attention", "adapters", "head and loss", "sampling", "elem
 
 # What a backend's method is for, by a piece of its name; the first that fits.
 _PARTS_BY_NAME = {
-    "and_low_rank": "products",  # which take along what adapters add
+    "cross_entropy": "head and loss",
+    "linear": "products",  # fused ones, which take along what adapters add
     "low_rank": "adapters",
     "adapter": "adapters",
     "drop": "adapters",
     "attention": "attention",
     "attend": "attention",
-    "cross_entropy": "head and loss",
     "argmax": "sampling",
     "draw": "sampling",
     "norm": "elementwise",
@@ -131,6 +131,10 @@ class _WatchedBackend:
     @cached_property
     def for_losses(self) -> Backend:
         return cast(Backend, _WatchedBackend(self._inner.for_losses, self._ledger, self._head))
+
+    @cached_property
+    def fused(self) -> Mapping[str, Callable[..., Tensor | None]]:
+        return {name: partial(self._run, part_of(name), kernel) for name, kernel in self._inner.fused.items()}
 
     def trace(self, dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]) -> TracedCalls | None:
         found = self._inner.trace(dtype, run)

@@ -6,8 +6,9 @@ in PyTorch for any device; another backend is best a subclass of `PlainBackend` 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -68,6 +69,9 @@ class Backend(ABC):
     captured_prompts: Sequence[int] = ()
     # Whether traces may have rows of training windows (`Trace.keep`).
     traces_windows: ClassVar[bool] = False
+    # Kernels by the name of the fused operator that they compute, whose class says what they take and give; None: a
+    # kernel is not for these tensors.
+    fused: Mapping[str, Callable[..., Tensor | None]] = MappingProxyType({})
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -318,14 +322,6 @@ class Backend(ABC):
         """Gradient of the logits [n, vocabulary]; log_sum from `cross_entropy`, loss_grad float32 [n].
 
         overwrites: nobody needs the logits any more, and it may lie in their place.
-        """
-
-    @abstractmethod
-    def cross_entropy_input_gradient(
-        self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, weight: Tensor
-    ) -> Tensor:
-        """`input_gradient` of that, rounded to the logits' dtype, with the head's weight [vocabulary, in] -> [n, in]:
-        for when nothing else needs the logits, which may be overwritten, or their gradient.
         """
 
     @abstractmethod

@@ -74,15 +74,6 @@ class Weight(ABC):
         """Of experts: dx = dy W of each group; grad [m, out] -> [m, in]."""
         return backend.grouped_product(grad, self.dense().mT, ends)
 
-    def cross_entropy_input_gradient(
-        self, backend: "Backend", logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor
-    ) -> Tensor:
-        """Of a head: `input_gradient` of the gradient that the next-token loss gives the logits, which may be
-        overwritten.
-        """
-        grad = backend.cross_entropy_gradient(logits, targets, log_sum, loss_grad, overwrites=True)
-        return self.input_gradient(backend, grad)
-
     @abstractmethod
     def cut(self, cut: Cut, rank: int) -> "Weight":
         """Return what a rank holds of the weight where ranks divide it."""
@@ -182,11 +173,6 @@ class DenseWeight(Weight):
 
     def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
         return backend.input_gradient(grad, self.tensor, onto)
-
-    def cross_entropy_input_gradient(
-        self, backend: "Backend", logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor
-    ) -> Tensor:
-        return backend.cross_entropy_input_gradient(logits, targets, log_sum, loss_grad, self.tensor)
 
     def cut(self, cut: Cut, rank: int) -> Weight:
         return DenseWeight(cut.take(self.tensor, rank))
@@ -369,6 +355,20 @@ def join(weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> tuple[li
     whole, parts = weights[0].joined(weights[1:])
     piece = _Piece(whole, parts, torch.cat(given) if given else None, [weight.shape[0] for weight in weights])
     return piece.members, piece.biases
+
+
+def join_again(weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> tuple[Weight | None, Tensor | None]:
+    """Return the piece that weights were joined to with their biases, and its bias; (None, None) if these are not all
+    of its members in order.
+    """
+    piece = weights[0]._piece if isinstance(weights[0], JoinedWeight) else None
+    return (piece.whole, piece.bias) if piece is not None and piece.is_of(weights, biases) else (None, None)
+
+
+def as_dense(weight: Weight) -> Tensor | None:
+    """Return the float tensor that a weight is stored as; None where it is stored otherwise."""
+    own = weight._own if isinstance(weight, JoinedWeight) else weight
+    return own.tensor if isinstance(own, DenseWeight) else None
 
 
 def weight_formats() -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from coserve.graph.operators.base import Attributes, Context, Operator, Shape, Shapes, Values
 from coserve.graph.operators.linear import Linear
 from coserve.graph.tensors import TensorSpec
-from coserve.kernels.weights import as_weight
+from coserve.kernels.weights import as_dense, as_weight
 
 _READ_BY_GRADIENT = ("logits", "targets", "log_sum")
 
@@ -52,6 +52,9 @@ class LinearCrossEntropy(Operator):
 
     One operator and not two, so that the gradient of the logits may take their place, and a backend may go from the
     logits to the gradient of x alone without that gradient ever being there.
+
+    Kernel (`Backend.fused`), of that gradient: (logits, which it may overwrite, targets, log_sum, gradient of the loss,
+    weight) -> gradient of x.
     """
 
     name = "linear_cross_entropy"
@@ -77,8 +80,10 @@ class LinearCrossEntropy(Operator):
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         given = (values["logits"], values["targets"], values["log_sum"], gradients["loss"])
-        if set(wanted) == {"x"}:
-            return {"x": as_weight(values["weight"]).cross_entropy_input_gradient(context.backend, *given)}
+        if set(wanted) == {"x"} and (kernel := context.backend.fused.get(self.name)) is not None:
+            weight = as_dense(as_weight(values["weight"]))
+            if weight is not None and (found := kernel(*given, weight)) is not None:
+                return {"x": found}
         dy = context.backend.cross_entropy_gradient(*given, overwrites=True)
         return _LINEAR.vjp(wanted, values, {"y": dy}, attributes, context)
 

@@ -40,6 +40,7 @@ class CpuBackend(PlainBackend):
         self._attention = CpuAttention(kernels)
         self._for_losses = self
         if kernels.has_amx:
+            self.fused = {"linear_cross_entropy": self._head_gradient}
             self._for_losses = copy(self)
             self._for_losses._products = CpuProducts(kernels, may_lie_by_columns=True)
 
@@ -188,13 +189,13 @@ class CpuBackend(PlainBackend):
             return super().cross_entropy_gradient(*given, overwrites=overwrites)
         return rows.cross_entropy_gradient(self._kernels, *given, overwrites=overwrites)
 
-    def cross_entropy_input_gradient(
+    def _head_gradient(
         self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, weight: Tensor
-    ) -> Tensor:
-        given = (logits, targets, log_sum, loss_grad, weight)
+    ) -> Tensor | None:
+        """The kernel of `linear_cross_entropy`."""
         if not rows.fit_head_by_columns(self._kernels, logits, weight):
-            return super().cross_entropy_input_gradient(*given)
-        return rows.cross_entropy_input_gradient(self._kernels, *given)
+            return None
+        return rows.cross_entropy_input_gradient(self._kernels, logits, targets, log_sum, loss_grad, weight)
 
     def argmax(self, logits: Tensor) -> Tensor:
         fits = rows.fit(logits) and logits.shape[1]  # an empty vocabulary is PyTorch's error

@@ -158,7 +158,7 @@ def cross_entropy_gradient(
 def cross_entropy_input_gradient(
     kernels: Library, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, weight: Tensor
 ) -> Tensor:
-    """See `Backend.cross_entropy_input_gradient`; IndexError for a target that is not in the vocabulary."""
+    """The kernel of `linear_cross_entropy`; IndexError for a target that is not in the vocabulary."""
     (n, vocabulary), width = logits.shape, weight.shape[1]
     assert weight.shape[0] == vocabulary
     grad = torch.empty(n, width, dtype=logits.dtype)

@@ -181,12 +181,6 @@ class PlainBackend(Backend):
     ) -> Tensor:
         return cross_entropy.cross_entropy_gradient(logits, targets, log_sum, loss_grad, overwrites=overwrites)
 
-    def cross_entropy_input_gradient(
-        self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, weight: Tensor
-    ) -> Tensor:
-        grad = self.cross_entropy_gradient(logits, targets, log_sum, loss_grad, overwrites=True)
-        return self.input_gradient(grad, weight)
-
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(-1)
 
