@@ -13,6 +13,7 @@ from torch import Tensor
 
 from coserve.graph.division import dividable, piece_name
 from coserve.graph.execute import run_graph
+from coserve.graph.fuse import fuse
 from coserve.graph.ir import Node
 from coserve.graph.operators.base import AttentionRows, Context
 from coserve.kernels.attention import AttentionBatch, Segment
@@ -258,6 +259,9 @@ def _trace_block(
             if name in stores:
                 trace.store((layer, name), found[name], stores[name])
 
+    if not what.has_windows:  # which keep what is between operators
+        read = {name for run in runs.values() for name in (run.source, *run.outputs)}
+        graph = fuse(graph, trace.backend.fused, read | stores.keys())
     attention = AttentionRows(rows=slice(None), batch=trace.attention, keys=keys, values=key_values)
     context = Context(backend=trace.backend, attention=(attention,), group=trace.group(backbone.group))
     run_graph(graph, values, backbone.weights[layer], context, after)

@@ -1,6 +1,6 @@
 """Blocks that run as one call give what they give one by one, to the last bit, in any company."""
 
-from collections.abc import Callable
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from support import make_adapter, make_backbone, random_tokens
 from coserve.kernels.cpu import CpuBackend
 from coserve.kernels.cpu.compiled import compiled_kernels
 from coserve.kernels.cpu.traced_calls import CpuCalls
-from coserve.kernels.trace import UntraceableError
 from coserve.memory import paged_kv
 from coserve.models import forward
 
@@ -212,30 +211,31 @@ def test_any_number_of_rows_of_prompts_is_one_call_to_the_last_bit(name, num_row
 
 
 @needs_amx
-def test_what_is_never_computed_cannot_be_read():
-    """Neither a product whose rows become a sum within it, nor the halves of a gated one."""
-    weight = torch.randn(64, 32).bfloat16()
-
-    def read_after(use: Callable[[Any, Any, Any], Any]) -> None:
-        def run(trace: Any) -> Any:
-            x = trace.input("x", 32)
-            y = trace.backend.product(x, weight)
-            used = use(trace, trace.input("onto", 64), y)
-            return y + used if used.shape == y.shape else trace.backend.product(used, weight) + y
-
-        with pytest.raises(UntraceableError):
-            CpuBackend(torch.device("cpu")).trace(torch.bfloat16, run)
-
-    read_after(lambda trace, onto, y: onto + y)
-    read_after(lambda trace, onto, y: trace.backend.silu_mul(*y.split_with_sizes([32, 32], -1)))
+def test_blocks_are_traced_as_the_fused_operators_that_there_are_kernels_for():
+    """With adapters at a product, what they add to stays a product."""
+    backbone = backbone_of("llama", "bfloat16", "dense", head_dim=32)
+    for targets, kernels in (
+        (None, {"product_onto": 2, "gated_product": 1, "product": 1}),
+        (["o_proj"], {"product_onto": 1, "gated_product": 1, "product": 2, "add": 1, "add_adapters": 1}),
+        (["up_proj"], {"product_onto": 2, "silu_mul": 1, "product": 2, "add_adapters": 1}),
+    ):
+        steps = Steps(backbone)
+        bypasses = make_adapter(backbone, target_modules=targets).bypasses() if targets else None
+        steps.step([bypasses] * 5)
+        [calls] = steps.pages.stores.traces.values()
+        assert isinstance(calls, CpuCalls)
+        names = Counter(calls.names)
+        assert {name: names[name] / backbone.architecture.num_layers for name in kernels} == kernels
 
 
 @needs_amx
 @pytest.mark.parametrize("width", [32, 48])
-def test_halves_of_a_product_can_be_written_down_whole_tiles_or_not(width):
+def test_gated_products_of_whole_tiles_have_a_kernel(width):
     weight = torch.randn(2 * width, 32).bfloat16()
 
     def run(trace: Any) -> Any:
+        y = trace.backend.fused["gated_linear"](trace.input("x", 32), weight, None)
+        assert (y is None) == bool(width % 32)
         halves = trace.backend.product(trace.input("x", 32), weight).split_with_sizes([width, width], -1)
         return trace.backend.silu_mul(*halves)
 

@@ -49,16 +49,9 @@ class MemorySlot:
         self._memory, self.row_bytes = memory, num_bytes
         self._num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         self._start: int | None = None
-        self._is_void = False
-
-    def void(self) -> None:
-        """Its rows are never computed: reading them is refused."""
-        self._is_void = True
 
     @property
     def start(self) -> int:
-        if self._is_void:
-            raise UntraceableError
         if self._start is None:
             self._start = self._memory.take(self._num_bytes)
         return self._start

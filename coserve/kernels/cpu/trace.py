@@ -4,8 +4,7 @@ What operators are given meanwhile is in `stand_ins.py`, how the calls are run i
 """
 
 from array import array
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from struct import pack, unpack
 from typing import cast
@@ -55,16 +54,6 @@ _KERNELS = (
 _WINDOWS = (step("windows"), step("num_windows"))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Product:
-    """A product in tiles, x W^T + b -> y, that is written down once it is known what becomes of it."""
-
-    x: TracedRows
-    weight: Tensor
-    bias: Tensor | None
-    y: TracedRows
-
-
 class CpuTrace(Trace[PlainBackend]):
     """See `Trace`. The kernels are those that `CpuBackend` calls for the same, so results are equal to the last bit.
     In float32, up to `FEW_FLOAT32_ROWS` rows of requests alone are summed in another order.
@@ -94,7 +83,6 @@ class CpuTrace(Trace[PlainBackend]):
         self.head_width = 0
         self.most_rows = 1 << 30
         self.has_tile_products = False
-        self._product: _Product | None = None
 
     @property
     def backend(self) -> PlainBackend:
@@ -115,6 +103,11 @@ class CpuTrace(Trace[PlainBackend]):
     @property
     def is_bfloat16(self) -> bool:
         return self.dtype == torch.bfloat16
+
+    @property
+    def finishes_products(self) -> bool:
+        """Whether there are products that make what follows them before it is written."""
+        return self.is_bfloat16 and self._numbers["product_onto"] >= 0
 
     def group(self, group: RankGroup) -> RankGroup:
         if group.size == 1:
@@ -152,7 +145,6 @@ class CpuTrace(Trace[PlainBackend]):
     def end(self, output: Tensor) -> TracedCalls:
         """The trace is complete."""
         y = self.rows(output)
-        self._write_product()
         if not isinstance(y.source, MemorySlot) or y.first or y.step != y.width:
             raise UntraceableError
         return CpuCalls(
@@ -191,60 +183,8 @@ class CpuTrace(Trace[PlainBackend]):
         if a.width != b.width:
             raise UntraceableError
         y = self.new(a.width)
-        for rows, others in ((a, b), (b, a)) if a.source is not b.source else ():
-            if (made := self._taken(rows)) is not None:
-                self._tile_product("product_onto", made, others, others.step, y)
-                return y
         self.call("add", a, a.step, b, b.step, y, step("num_rows"), a.width, self.is_bfloat16, step("num_threads"))
         return y
-
-    def silu_mul(self, gate: object, up: object) -> TracedRows:
-        """SiLU of one, times the other."""
-        one, other = self.rows(gate), self.rows(up)
-        if one.width != other.width:
-            raise UntraceableError
-        y = self.new(one.width)
-        if not one.width % 32 and (made := self._taken(one, other)) is not None:
-            self._tile_product("gated_product", made, y)
-            return y
-        sizes = (step("num_rows"), one.width, self.is_bfloat16, step("num_threads"))
-        self.call("silu_mul", one, one.step, other, other.step, y, *sizes)
-        return y
-
-    def tile_product(self, x: TracedRows, weight: Tensor, bias: Tensor | None) -> TracedRows:
-        """x W^T + b, by a kernel that may also do what comes next: so it waits for that."""
-        self._write_product()
-        self._product = _Product(x=x, weight=weight, bias=bias, y=self.new(weight.shape[0]))
-        return self._product.y
-
-    def _taken(self, *parts: TracedRows) -> _Product | None:
-        """The product that waits, if these are its columns, all of them in order: for a call that makes it together
-        with what comes next. From then on it cannot be read.
-        """
-        made = self._product
-        if made is None or self._numbers["gated_product"] < 0:
-            return None
-        first = 0
-        for rows in parts:
-            if rows.source is not made.y.source or rows.first != first:
-                return None
-            first += rows.width
-        if first != made.y.width:
-            return None
-        self._product = None
-        if isinstance(made.y.source, MemorySlot):
-            made.y.source.void()
-        return made
-
-    def _write_product(self) -> None:
-        if (made := self._product) is not None:
-            self._product = None
-            self._tile_product("product", made, made.y)
-
-    def _tile_product(self, kernel: str, made: _Product, *places: object) -> None:
-        (outer, inner), x = made.weight.shape, made.x
-        sizes = (step("num_rows"), inner, outer, step("num_threads"))
-        self.call(kernel, x, x.step, made.weight, made.bias, *places, *sizes)
 
     def rows(self, value: object) -> TracedRows:
         """A stand-in for rows of this trace."""
@@ -256,7 +196,6 @@ class CpuTrace(Trace[PlainBackend]):
         """Write down one call. Arguments are numbers, tensors (real ones and stand-ins), or None for no address."""
         if self._numbers[name] < 0:
             raise UntraceableError
-        self._write_product()
         self._calls += [self._numbers[name], len(arguments)]
         for argument in arguments:
             self._calls += self._argument(argument)
@@ -292,16 +231,43 @@ class _Tracer(PlainBackend):
             raise UntraceableError
         if not self._trace.is_bfloat16:
             return self._product("float32_product", x, (weight,), bias, step("few_rows"), most_rows=MOST_FLOAT32_ROWS)
-        if self._trace.kernels.has_tiles and tile_products.fit_weight(weight, bias):
-            return self._tile_product(x, weight, bias)
+        if self._fit_tiles(weight, bias):
+            return self._tile_product("product", x, weight, bias, (), weight.shape[0])
         name, most_rows = kernel_for_few_rows(self._trace.kernels)
         return self._product(name, x, (weight,), bias, most_rows=most_rows)
 
-    def _tile_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        trace, rows = self._trace, self._trace.rows(x)
+    @property
+    def fused(self) -> Mapping[str, Callable[..., Tensor | None]]:  # type: ignore[override]  # of this trace
+        if not self._trace.finishes_products:
+            return {}
+        return {"linear_onto": self._linear_onto, "gated_linear": self._gated_linear}
+
+    def _linear_onto(self, x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor) -> Tensor | None:
+        rows, width = self._trace.rows(onto), weight.shape[0]
+        if not self._fit_tiles(weight, bias) or rows.width != width:
+            return None
+        return self._tile_product("product_onto", x, weight, bias, (rows, rows.step), width)
+
+    def _gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        if not self._fit_tiles(weight, bias) or weight.shape[0] % 64:
+            return None
+        return self._tile_product("gated_product", x, weight, bias, (), weight.shape[0] // 2)
+
+    def _fit_tiles(self, weight: Tensor, bias: Tensor | None) -> bool:
+        is_bfloat16 = self._trace.is_bfloat16 and fit_vectors(weight, bias)
+        return is_bfloat16 and self._trace.kernels.has_tiles and tile_products.fit_weight(weight, bias)
+
+    def _tile_product(
+        self, kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, more: tuple[object, ...], width: int
+    ) -> Tensor:
+        """A product in tiles that gives rows of a width; more: what else the kernel reads."""
+        trace, rows, (outer, inner) = self._trace, self._trace.rows(x), weight.shape
         self._check(rows, (weight,), bias)
         trace.has_tile_products = True
-        return cast(Tensor, trace.tile_product(rows, weight, bias))
+        y = trace.new(width)
+        sizes = (step("num_rows"), inner, outer, step("num_threads"))
+        trace.call(kernel, rows, rows.step, weight, bias, *more, y, *sizes)
+        return cast(Tensor, y)
 
     def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._trace.kernels.has_amx and self._trace.is_bfloat16 and tile_products.fit_weight(values, bias):
@@ -375,7 +341,13 @@ class _Tracer(PlainBackend):
         return cast(Tensor, y)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return cast(Tensor, self._trace.silu_mul(gate, up))
+        trace, one, other = self._trace, self._trace.rows(gate), self._trace.rows(up)
+        if one.width != other.width:
+            raise UntraceableError
+        y = trace.new(one.width)
+        sizes = (step("num_rows"), one.width, trace.is_bfloat16, step("num_threads"))
+        trace.call("silu_mul", one, one.step, other, other.step, y, *sizes)
+        return cast(Tensor, y)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         trace, rows, angles = self._trace, self._trace.rows(x), [self._trace.rows(each) for each in (cos, sin)]

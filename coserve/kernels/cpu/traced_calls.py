@@ -85,6 +85,11 @@ class CpuCalls(TracedCalls):
     def rows_apart(self) -> bool:
         return True
 
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names of the kernels, call by call."""
+        return self._written.names
+
     def fit(self, step: TracedStep) -> bool:
         written = self._written
         if not isinstance(step.attention, CpuAttentionBatch) or step.attention.single is None:

@@ -1,0 +1,118 @@
+"""Fused graphs compute what they were made of, by a backend's kernels where there are any."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve.graph.execute import run_graph
+from coserve.graph.fuse import FUSIONS, fuse
+from coserve.graph.ir import Graph, GraphBuilder
+from coserve.graph.operators.base import Context
+from coserve.kernels.plain import PlainBackend
+from coserve.kernels.weights import DenseWeight, Int8Weight, Weight, join
+
+ALL = {row.fused for row in FUSIONS}
+
+
+def block(*, bias: bool = True) -> Graph:
+    """The end of a block: a product onto the rows before it, and a gated unit between two products."""
+    b = GraphBuilder()
+    before, x = b.rows("before", 8), b.rows("x", 8)
+    middle = b.apply("add", "middle", {"a": before, "b": b.linear("o_proj", x, 8, bias=bias)})
+    unit = {"gate": b.linear("gate_proj", middle, 12, bias=bias), "up": b.linear("up_proj", middle, 12, bias=bias)}
+    down = b.linear("down_proj", b.apply("silu_mul", "act", unit), 8, bias=bias)
+    return b.build(b.apply("add", "y", {"a": down, "b": middle}))
+
+
+def weights_of(graph: Graph, stored: type[Weight] = DenseWeight) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, Any] = {
+        spec.name: torch.randn(spec.shape, generator=generator) for spec in graph.with_kind("weight")
+    }
+    return {name: stored.from_dense(value) if value.ndim == 2 else value for name, value in found.items()}
+
+
+def run(graph: Graph, weights: dict[str, Any], **kernels: Any) -> dict[str, Tensor]:
+    backend = PlainBackend(torch.device("cpu"))
+    backend.fused = kernels
+    generator = torch.Generator().manual_seed(1)
+    values = {name: torch.randn(5, 8, generator=generator) for name in ("before", "x")}
+    run_graph(graph, values, weights, Context(backend=backend))
+    return values
+
+
+def operators(graph: Graph) -> list[str]:
+    return [node.op for node in graph.nodes]
+
+
+def test_neighbours_become_one_operator():
+    graph = block()
+    assert operators(fuse(graph, ALL)) == ["linear_onto", "gated_linear", "linear_onto"]
+    assert operators(fuse(graph, {"gated_linear"})) == ["linear", "add", "gated_linear", "linear", "add"]
+    assert fuse(graph, ()) is graph
+    assert [node.name for node in fuse(graph, ALL).nodes] == ["middle", "act", "y"], "the last of each"
+
+
+@pytest.mark.parametrize("stored", [DenseWeight, Int8Weight])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("joined", [True, False])
+def test_what_there_is_no_kernel_for_runs_as_what_it_was_made_of(stored, bias, joined):
+    graph = block(bias=bias)
+    weights = weights_of(graph, stored)
+    if joined:
+        names = ["gate_proj", "up_proj"]
+        own, biases = join([weights[f"{n}.weight"] for n in names], [weights.get(f"{n}.bias") for n in names])
+        weights |= {f"{n}.weight": weight for n, weight in zip(names, own, strict=True)}
+        weights |= {f"{n}.bias": each for n, each in zip(names, biases, strict=True) if each is not None}
+    asked = []
+
+    def kernel(*given: Any) -> None:
+        asked.append(given)
+
+    expected = run(graph, weights)["y"]
+    assert torch.equal(run(fuse(graph, ALL), weights)["y"], expected)
+    assert torch.equal(run(fuse(graph, ALL), weights, linear_onto=kernel, gated_linear=kernel)["y"], expected)
+    assert len(asked) == (0 if stored is Int8Weight else 2 + joined), "kernels are for floats, gated ones in one piece"
+
+
+def test_a_kernel_runs_in_place_of_it():
+    graph = block()
+    weights = weights_of(graph)
+
+    def onto(x: Tensor, weight: Tensor, bias: Tensor, onto: Tensor) -> Tensor:
+        return onto + torch.nn.functional.linear(x, weight, bias) + 1
+
+    found = run(fuse(graph, {"linear_onto"}), weights, linear_onto=onto)["y"]
+    assert not torch.allclose(found, run(graph, weights)["y"])
+
+
+@pytest.mark.parametrize("kept", ["o_proj", "gate_proj", "up_proj", "down_proj"])
+def test_what_others_read_is_still_made(kept):
+    graph = block()
+    fused = fuse(graph, ALL, {kept})
+    assert kept in fused.producer
+    assert len(fused.nodes) == 3 + (2 if kept in ("gate_proj", "up_proj") else 1)
+    weights = weights_of(graph)
+    assert torch.equal(run(fused, weights)["y"], run(graph, weights)["y"])
+
+
+def test_what_two_nodes_read_stays():
+    b = GraphBuilder()
+    x = b.rows("x", 8)
+    y = b.linear("proj", x, 8)
+    graph = b.build(b.apply("add", "y", {"a": b.apply("add", "z", {"a": x, "b": y}), "b": y}))
+    assert fuse(graph, ALL) == graph
+    b = GraphBuilder()
+    x = b.rows("x", 8)
+    output = b.linear("proj", x, 8)
+    graph = b.build(b.apply("add", "y", {"a": x, "b": output}), output)
+    assert fuse(graph, ALL) == graph, "an output is what was asked for"
+
+
+def test_both_halves_of_a_gated_unit_read_the_same_rows():
+    b = GraphBuilder()
+    one, other = b.linear("gate_proj", b.rows("x", 8), 12), b.linear("up_proj", b.rows("z", 8), 12)
+    graph = b.build(b.apply("silu_mul", "act", {"gate": one, "up": other}))
+    assert fuse(graph, ALL) == graph
