@@ -95,7 +95,7 @@ class Floors:
             work.bytes += cost.bytes
 
     def _add_backward(self, found: dict[str, Work], program: Program, load: Load) -> None:
-        for step in program.backward:
+        for step in (part for each in program.backward for part in each.parts or (each,)):
             node, graph = step.node, program.graph
             if step.kind == "recompute":
                 cost = graph.node_cost(node, load)

@@ -13,7 +13,7 @@ from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import Context, Values
 from coserve.graph.program import Instruction, Program
 from coserve.kernels.base import Factor, Grouped, JoinedRows, rows_of_owner
-from coserve.kernels.low_rank import AdapterRows, LowRankGradient
+from coserve.kernels.low_rank import AdapterRows
 
 
 def run_node(node: Node, values: Values, weights: Values, context: Context) -> dict[str, Tensor]:
@@ -103,8 +103,6 @@ class BackwardRun:
         self._gradients = dict(gradients)
         # Gradients that are this run's own; others may be somebody else's tensors, or two names for one.
         self._sums: set[str] = set()
-        # A gradient of x that the next instruction may take along, and what makes it.
-        self._waiting: tuple[LowRankGradient, Node] | None = None
         self._next = 0
 
     @property
@@ -118,8 +116,7 @@ class BackwardRun:
     @property
     def num_transient_bytes(self) -> int:
         """Bytes of gradients, and of tensors that were restored or computed again, held between two instructions."""
-        waiting = () if self._waiting is None else self._waiting[0][:1]
-        held = (*self._values.values(), *self._gradients.values(), *waiting)
+        held = (*self._values.values(), *self._gradients.values())
         tensors = {tensor.untyped_storage() for tensor in held}
         return sum(storage.nbytes() for storage in tensors)
 
@@ -152,6 +149,10 @@ class BackwardRun:
 
     def _step(self) -> None:
         step = self._program.backward[self._next]
+        self._run(step)
+        self._finish(step)
+
+    def _run(self, step: Instruction) -> None:
         owners = self._owners(step.node)
         if step.kind == "recompute":
             self._recompute(step, owners)
@@ -159,7 +160,6 @@ class BackwardRun:
             self._reverse(step)
         else:
             self._reverse_each(step, owners)
-        self._finish(step)
 
     def _finish(self, step: Instruction) -> None:
         for name in step.frees:
@@ -202,49 +202,17 @@ class BackwardRun:
     def _reverse(self, step: Instruction) -> None:
         node, rule = step.node, step.node.operator
         inputs, gradients = self._inputs(step, rule.apart), self._output_gradients(step)
-        if self._waiting is not None and self._take_along(step, inputs, gradients):
-            return
-        asked: Sequence[str] = step.wanted
-        if self._next in self._program.taken_along and isinstance(factor := inputs["weight"], Tensor):
-            self._waiting = LowRankGradient(narrow=gradients["y"], a=factor), node
-            asked = [slot for slot in asked if slot != "x"]
-        added = [slot for slot in asked if slot in rule.sums and self._has_sum(node.input[slot])]
+        added = [slot for slot in step.wanted if slot in rule.sums and self._has_sum(node.input[slot])]
         for slot in added:
             total = self._sum(node.input[slot])
             rule.vjp_onto(total, slot, inputs, gradients, node.attribute, self._context)
-        wanted = [slot for slot in asked if slot not in added]
+        wanted = [slot for slot in step.wanted if slot not in added]
         results = rule.vjp(wanted, inputs, gradients, node.attribute, self._context) if wanted else {}
         for slot, value in results.items():
             if slot in node.output:
                 self._values[node.output[slot]] = value
             else:
                 self._accumulate(node.input[slot], value, is_new=slot in rule.sums)
-
-    def _take_along(self, step: Instruction, inputs: Values, gradients: Values) -> bool:
-        """Reverse a product with the gradient that waits for it; False if only that gradient was added."""
-        assert self._waiting is not None
-        (waiting, _), node, x = self._waiting, step.node, step.node.input["x"]
-        total = self._row_sum(x) if x in self._gradients else None
-        given = (total, inputs, gradients, node.attribute, self._context)
-        found = node.operator.vjp_with_low_rank(waiting, *given)
-        if found is None:
-            self._add_waiting()
-            return False
-        self._waiting = None
-        if total is None:
-            self._accumulate(x, found, is_new=True)
-        return True
-
-    def _add_waiting(self) -> None:
-        """Add the gradient that waits, if there is one."""
-        if self._waiting is None:
-            return
-        ((narrow, factor), node), self._waiting = self._waiting, None
-        x, given = node.input["x"], ({"weight": factor}, {"y": narrow}, node.attribute, self._context)
-        if x in self._gradients:
-            node.operator.vjp_onto(self._row_sum(x), "x", *given)
-        else:
-            self._accumulate(x, node.operator.vjp(("x",), *given)["x"], is_new=True)
 
     # -- several owners -------------------------------------------------------------
 
@@ -353,11 +321,15 @@ def _multiply(runs: Sequence[BackwardRun]) -> None:
     if len(runs) == 1:
         runs[0].advance(1)
         return
-    for run in runs:
-        run._add_waiting()
     steps = [run._program.backward[run._next] for run in runs]
-    gradients = [run._output_gradients(step)["y"] for run, step in zip(runs, steps, strict=True)]
-    inputs, node = runs[0]._inputs(steps[0]), steps[0].node
+    products = []
+    for run, step in zip(runs, steps, strict=True):
+        *others, product = step.parts or (step,)
+        for other in others:  # of fused ones, what is not a product with that weight
+            run._run(other)
+        products.append(product)
+    gradients = [run._output_gradients(product)["y"] for run, product in zip(runs, products, strict=True)]
+    inputs, node = runs[0]._inputs(products[0]), products[0].node
     found = node.operator.vjp(("x",), inputs, {"y": torch.cat(gradients)}, node.attribute, runs[0]._context)["x"]
     parts = torch.split(found, [gradient.shape[0] for gradient in gradients])
     for run, step, part in zip(runs, steps, parts, strict=True):

@@ -50,6 +50,45 @@ FUSIONS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class GradientFusion:
+    """A row for backward passes: two nodes that read the same rows x, and of which the gradients of x are one."""
+
+    fused: str
+    """Name of the operator that does what both nodes do."""
+    first: str
+    """Operator of the node that is reversed first."""
+    slots: Mapping[str, str]
+    """Names of the first node's slots in the fused operator, which has those of the other node as they are."""
+    then: str
+    """Operator of the node that is reversed right after."""
+
+
+GRADIENT_FUSIONS = (
+    GradientFusion(
+        fused="linear_beside_low_rank", first="low_rank", slots={"weight": "factor", "y": "narrow"}, then="linear"
+    ),
+)
+
+
+def beside(first: Node, then: Node, operators: Collection[str]) -> Node | None:
+    """Return the node that gives the gradient of x of two that are reversed one right after the other; None where no
+    row is for them.
+
+    Args:
+        operators: fused operators that may be used.
+    """
+    for row in GRADIENT_FUSIONS:
+        is_for_both = (first.op, then.op) == (row.first, row.then) and first.input["x"] == then.input["x"]
+        if row.fused in operators and is_for_both:
+            inputs, outputs = (
+                tuple((row.slots[slot], name) for slot, name in pairs if slot in row.slots)
+                for pairs in (first.inputs, first.outputs)
+            )
+            return Node(name=then.name, op=row.fused, inputs=then.inputs + inputs, outputs=then.outputs + outputs)
+    return None
+
+
 def fuse(graph: Graph, operators: Collection[str], kept: Collection[str] = ()) -> Graph:
     """Return a graph that computes the same with fewer nodes.
 

@@ -5,7 +5,6 @@ anywhere.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from coserve.graph.compress import compress
 from coserve.graph.differentiate import BackwardGraph, GradientNode, differentiate, prune
 from coserve.graph.division import gathering, piece_name, with_pieces
+from coserve.graph.fuse import beside
 from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import Cost, Load
 from coserve.graph.rematerialize import Retention, Weighing, keep_least, rematerialize, save_all
@@ -30,6 +30,7 @@ class Instruction:
     reads: tuple[tuple[str, str], ...] = ()  # slot -> forward tensor
     frees: tuple[str, ...] = ()  # forward tensors that no later instruction reads
     frees_gradients: tuple[str, ...] = ()  # gradients that no later instruction reads
+    parts: tuple["Instruction", ...] = ()  # those that it was fused of, in their order
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -71,13 +72,6 @@ class Program:
     def _pieces(self) -> frozenset[str]:
         return frozenset(map(piece_name, self.retention.divided))
 
-    @cached_property
-    def taken_along(self) -> frozenset[int]:
-        """Instructions whose gradient of x is of low rank, and the next one is a product of the same x, whose gradient
-        may take that along.
-        """
-        return frozenset(index for index, pair in enumerate(pairwise(self.backward)) if _may_go_along(*pair))
-
     def saved_bytes_per_token(self, compute_dtype: torch.dtype) -> int:
         """Bytes of saved tensors per row."""
         return sum(self.graph.spec[name].num_bytes(compute_dtype) for name in self.saved)
@@ -99,14 +93,6 @@ class Program:
         return step.node.operator.vjp_cost(wanted, specs, step.node.attribute, load)
 
 
-def _may_go_along(step: Instruction, after: Instruction) -> bool:
-    if step.kind != "reverse" or "x" not in step.wanted or not step.node.operator.has_low_rank_gradient:
-        return False
-    if after.kind != "reverse" or after.wanted != ("x",) or not after.node.operator.takes_low_rank:
-        return False
-    return step.node.input["x"] == after.node.input["x"]
-
-
 def compile_program(
     graph: Graph,
     asked: Collection[str],
@@ -115,6 +101,7 @@ def compile_program(
     of: Collection[str] | None = None,
     budget_bytes_per_token: int | None = None,
     max_recompute: float = 0.0,
+    fused: Collection[str] = (),
 ) -> Program:
     """From a graph (bypasses attached) to its program.
 
@@ -125,6 +112,7 @@ def compile_program(
         budget_bytes_per_token: most bytes of saved tensors per row.
         max_recompute: without a budget, the most FLOPs that may be spent on recomputing to keep less, as a share of the
             forward and backward pass; with 0 whatever the backward pass reads is saved.
+        fused: fused operators that the backward pass may use (`graph.fuse`).
 
     Raises:
         GraphError: a rule is missing. BudgetError: the budget is below what any choice needs.
@@ -136,7 +124,7 @@ def compile_program(
         retention = keep_least(backward, max_recompute, by)
     else:
         retention = save_all(backward, by)
-    return link(backward, retention, asked)
+    return link(backward, retention, asked, fused)
 
 
 def backward_graph(graph: Graph, asked: Collection[str], *, of: Collection[str] | None = None) -> BackwardGraph:
@@ -144,9 +132,9 @@ def backward_graph(graph: Graph, asked: Collection[str], *, of: Collection[str] 
     return compress(prune(differentiate(graph, of), asked))
 
 
-def link(backward: BackwardGraph, retention: Retention, asked: Collection[str]) -> Program:
+def link(backward: BackwardGraph, retention: Retention, asked: Collection[str], fused: Collection[str] = ()) -> Program:
     """The program of a backward graph under one choice of what to keep."""
-    steps = _Scheduler(backward, retention).schedule()
+    steps = _fused(_Scheduler(backward, retention).schedule(), fused)
     graph = with_pieces(backward.graph, retention.divided, retention.division)
     return Program(graph=graph, asked=tuple(asked), retention=retention, backward=_with_frees(steps, frozenset(asked)))
 
@@ -213,6 +201,34 @@ class _Scheduler:
             reads |= {slot: name for slot, name in node.inputs if self._graph.spec[name].kind != "row"}
         step = Instruction(kind="reverse", node=node, wanted=gradient.wanted + restored, reads=tuple(reads.items()))
         self._steps.append(step)
+
+
+def _fused(steps: list[Instruction], operators: Collection[str]) -> list[Instruction]:
+    """Make one instruction of two neighbours whose gradients of the same rows are made at once."""
+    found: list[Instruction] = []
+    for step in steps:
+        before = found[-1] if found else None
+        if before is None or before.kind != "reverse" or "x" not in before.wanted or step.wanted != ("x",):
+            found.append(step)
+            continue
+        node = beside(before.node, step.node, operators) if step.kind == "reverse" else None
+        if node is None:
+            found.append(step)
+            continue
+        found.pop()
+        if rest := tuple(slot for slot in before.wanted if slot != "x"):
+            found.append(_narrowed(before, rest))
+        slots = {name: slot for slot, name in node.inputs}
+        parts = (_narrowed(before, ("x",)), step)
+        reads = tuple((slots[name], name) for part in parts for _, name in part.reads)
+        found.append(Instruction(kind="reverse", node=node, wanted=("x",), reads=reads, parts=parts))
+    return found
+
+
+def _narrowed(step: Instruction, wanted: tuple[str, ...]) -> Instruction:
+    """The reverse of the same node for some of its gradients."""
+    slots = step.node.operator.reads(wanted, step.node.tensor)
+    return replace(step, wanted=wanted, reads=tuple(pair for pair in step.reads if pair[0] in slots))
 
 
 def _with_frees(steps: list[Instruction], asked: Collection[str]) -> tuple[Instruction, ...]:

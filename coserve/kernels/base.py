@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coserve.kernels.attention import AttentionBatch, AttentionRoom, AttentionSpec, Segment
 from coserve.kernels.gated_delta import GatedDeltaGradients, GatedDeltaRows, GatedDeltaSpec, GatedDeltaWeights
-from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRankGradient, LowRankRows
+from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRankRows
 from coserve.kernels.row_copies import RowCopies
 from coserve.kernels.trace import Trace, TracedCalls
 
@@ -153,14 +153,6 @@ class Backend(ABC):
     @abstractmethod
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
         """dx = dy W; grad [n, out], weight [out, in] -> [n, in], added to `onto` in place if that is given."""
-
-    def input_gradient_and_low_rank(
-        self, grad: Tensor, weight: Tensor, added: LowRankGradient, onto: Tensor | None
-    ) -> Tensor | None:
-        """`input_gradient` with what is added to it, rounded once; None where nothing is faster than
-        `low_rank_input_gradient` first.
-        """
-        return None
 
     @abstractmethod
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coserve.errors import ModelError
 from coserve.kernels.cuts import Cut
-from coserve.kernels.low_rank import LowRankGradient, LowRankRows
+from coserve.kernels.low_rank import LowRankRows
 
 if TYPE_CHECKING:
     from coserve.kernels.base import Backend
@@ -87,12 +87,6 @@ class Weight(ABC):
         """How far an element may be from the one that was loaded, beside the rounding to the compute dtype."""
         return 0.0
 
-    def input_gradient_and_low_rank(
-        self, backend: "Backend", grad: Tensor, added: LowRankGradient, onto: Tensor | None
-    ) -> Tensor | None:
-        """`Backend.input_gradient_and_low_rank`; None if nothing is faster than one after the other."""
-        return None
-
     def products(
         self,
         backend: "Backend",
@@ -160,11 +154,6 @@ class DenseWeight(Weight):
     ) -> Tensor:
         y = backend.product_and_low_rank(x, self.tensor, bias, added)
         return super().product_and_low_rank(backend, x, bias, added) if y is None else y
-
-    def input_gradient_and_low_rank(
-        self, backend: "Backend", grad: Tensor, added: LowRankGradient, onto: Tensor | None
-    ) -> Tensor | None:
-        return backend.input_gradient_and_low_rank(grad, self.tensor, added, onto)
 
     def gated_halves(
         self, backend: "Backend", x: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
@@ -284,11 +273,6 @@ class JoinedWeight(Weight):
 
     def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
         return self._own.input_gradient(backend, grad, onto)
-
-    def input_gradient_and_low_rank(
-        self, backend: "Backend", grad: Tensor, added: LowRankGradient, onto: Tensor | None
-    ) -> Tensor | None:
-        return self._own.input_gradient_and_low_rank(backend, grad, added, onto)
 
     def cut(self, cut: Cut, rank: int) -> Weight:
         return self._own.cut(cut, rank)

@@ -74,6 +74,7 @@ def training_programs(
     lowest = min((index for index, part in enumerate(parts) if adapter.parameters(part)), default=len(parts))
     programs: dict[Part, Program] = {}
     by = Weighing(compute_dtype=backbone.dtype, mean_context_len=mean_context_len)
+    fused = frozenset(backbone.backend.fused)
     for index, part in enumerate(parts[:-1]):
         graph = adapter.attached(part).graph
         asked = tuple(adapter.parameters(part)) + (("x",) if index > lowest else ())
@@ -84,9 +85,10 @@ def training_programs(
             replace(by, division=_division(adapter, part, link_flops_per_byte)) if is_trained_block else by,
             budget_bytes_per_token=budget_bytes_per_token if is_trained_block else None,
             max_recompute=max_recompute if is_trained_block else 0.0,
+            fused=fused,
         )
     asked = tuple(adapter.parameters("head")) + (("x",) if lowest < len(parts) - 1 else ())
-    loss = _compile(with_loss(adapter.attached("head").graph), asked, by, of=("loss",))
+    loss = _compile(with_loss(adapter.attached("head").graph), asked, by, of=("loss",), fused=fused)
     reversed_parts = tuple(part for index, part in reversed(list(enumerate(parts[:-1]))) if index >= lowest)
     return TrainingPrograms(program=programs, loss=loss, parts=reversed_parts)
 

@@ -295,6 +295,14 @@ def test_a_gated_product_keeps_and_gives_what_its_parts_do(inner, outer, sites, 
         assert (rooms[:, n:] == -1).all() and (rooms[:, :, outer // 2 :] == -1).all(), "and nothing else"
 
 
+def fused_kernel(name: str, backend: Any = CPU) -> Any:
+    """A backend's kernel of a fused operator."""
+    return backend.fused.get(name, lambda *given: None)
+
+
+gradient_beside_low_rank = fused_kernel("linear_beside_low_rank")
+
+
 @needs_amx
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize(("inner", "outer", "rank"), [(32, 64, 1), (1088, 96, 16), (896, 1152, 33), (4864, 896, 64)])
@@ -308,36 +316,34 @@ def test_what_a_lora_adds_is_within_the_sums_of_an_input_gradient(inner, outer, 
     for n in (1030, 128, 200, 513):
         grad, narrow = grads[:n, 8:], narrows[:n, 3:]
         exact = grad.double() @ weight.double() + narrow.double() @ a.double()
-        found = CPU.input_gradient_and_low_rank(grad, weight, LowRankGradient(narrow, a), None)
+        found = gradient_beside_low_rank(grad, weight, LowRankGradient(narrow, a), None)
         torch.testing.assert_close(found, exact.bfloat16(), atol=1e-3, rtol=2**-7)
         whole = found if whole is None else whole
         assert torch.equal(found, whole[:n]), "whatever other rows are there"
         onto = torch.randn(n, inner + 8).bfloat16()
         before = onto.clone()
         total = onto[:, 8:]
-        assert CPU.input_gradient_and_low_rank(grad, weight, LowRankGradient(narrow, a), total) is total
+        assert gradient_beside_low_rank(grad, weight, LowRankGradient(narrow, a), total) is total
         torch.testing.assert_close(total, (before[:, 8:].double() + exact).bfloat16(), atol=1e-3, rtol=2**-7)
         assert torch.equal(onto[:, :8], before[:, :8])
     torch.set_num_threads(1)
-    assert torch.equal(
-        whole, CPU.input_gradient_and_low_rank(grads[:, 8:], weight, LowRankGradient(narrows[:, 3:], a), None)
-    )
+    assert torch.equal(whole, gradient_beside_low_rank(grads[:, 8:], weight, LowRankGradient(narrows[:, 3:], a), None))
 
 
 @needs_kernels
 def test_input_gradients_that_take_no_adapter_along_say_so():
     grad, weight = torch.ones(128, 64).bfloat16(), torch.ones(64, 32).bfloat16()
     added = LowRankGradient(torch.ones(128, 8).bfloat16(), torch.ones(8, 32).bfloat16())
-    assert (CPU.input_gradient_and_low_rank(grad, weight, added, None) is not None) == KERNELS.has_amx
+    assert (gradient_beside_low_rank(grad, weight, added, None) is not None) == KERNELS.has_amx
     for other in (
         added._replace(narrow=added.narrow[:127]),
         added._replace(a=added.a.float()),
         added._replace(a=torch.ones(32, 8).bfloat16().T),
         LowRankGradient(torch.ones(128, 65).bfloat16(), torch.ones(65, 32).bfloat16()),
     ):
-        assert CPU.input_gradient_and_low_rank(grad, weight, other, None) is None
+        assert gradient_beside_low_rank(grad, weight, other, None) is None
     few = added._replace(narrow=added.narrow[:127])
-    assert CPU.input_gradient_and_low_rank(grad[:127], weight, few, None) is None, "few rows"
+    assert gradient_beside_low_rank(grad[:127], weight, few, None) is None, "few rows"
 
 
 @needs_amx

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import make_adapter, make_backbone, random_sequences
 from torch import Tensor
 
 from coserve.graph.execute import run_graph
@@ -12,6 +13,7 @@ from coserve.graph.ir import Graph, GraphBuilder
 from coserve.graph.operators.base import Context
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.weights import DenseWeight, Int8Weight, Weight, join
+from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 
 ALL = {row.fused for row in FUSIONS}
 
@@ -116,3 +118,24 @@ def test_both_halves_of_a_gated_unit_read_the_same_rows():
     one, other = b.linear("gate_proj", b.rows("x", 8), 12), b.linear("up_proj", b.rows("z", 8), 12)
     graph = b.build(b.apply("silu_mul", "act", {"gate": one, "up": other}))
     assert fuse(graph, ALL) == graph
+
+
+@pytest.mark.parametrize(
+    "lora", [{}, {"dropout": 0.2}, {"use_dora": True}, {"target_modules": ["q_proj", "down_proj"]}]
+)
+def test_the_gradient_of_a_factor_and_of_its_site_are_one_instruction(lora, monkeypatch):
+    """To the last bit what two give, where there is no kernel for these tensors."""
+    adapter, asked, found = make_adapter(make_backbone("llama"), **lora), list[Any](), list[Any]()
+    kernels: list[dict[str, Any]] = [{}, {"linear_beside_low_rank": lambda *given: asked.append(given)}]
+    for fused in kernels:
+        monkeypatch.setattr(adapter.backbone.backend, "fused", fused)
+        programs = training_programs(adapter)
+        training = TrainingPass(adapter, programs, make_pack(random_sequences((9, 4))), dropout_seed=1)
+        run_alone(training, forward_rows=7, backward_rows=5)
+        found.append((training, programs.program[1].backward))
+    (one, whole), (other, shorter) = found
+    assert all(torch.equal(one.gradients[name], other.gradients[name]) for name in one.gradients)
+    at_once = [step for step in shorter if step.parts]
+    assert bool(at_once) == bool(asked) == ("dropout" not in lora), "a mask comes between the factor and the rows"
+    assert all(step.node.op == "linear_beside_low_rank" and len(step.parts) == 2 for step in at_once)
+    assert {step.node.name for step in whole} == {step.node.name for step in shorter}

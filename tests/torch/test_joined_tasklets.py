@@ -82,9 +82,12 @@ def mixed_adapters(family: str = "llama") -> list[Adapter]:
     ]
 
 
+@pytest.mark.parametrize("fused", [(), ("linear_beside_low_rank",)])
 @pytest.mark.parametrize("rows", [1000, 6])
-def test_jobs_of_any_methods_ranks_and_targets(rows):
+def test_jobs_of_any_methods_ranks_and_targets(rows, fused, monkeypatch):
+    """Also where a backend has kernels for two gradients at once, of which one is for the rows of all jobs."""
     adapters = mixed_adapters()
+    monkeypatch.setattr(adapters[0].backbone.backend, "fused", dict.fromkeys(fused, lambda *given: None))
     joined = passes_of(adapters)
     run_joined(joined, loss_rows=rows, backward_rows=rows)
     assert_equal_alone(joined, passes_of(adapters))

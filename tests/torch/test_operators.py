@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from coserve.errors import GraphError
-from coserve.graph.fuse import FUSIONS
+from coserve.graph.fuse import FUSIONS, GRADIENT_FUSIONS
 from coserve.graph.operators import operator, operators
 from coserve.graph.operators.base import AttentionRows, Context, Load
 from coserve.kernels.attention import Segment
@@ -501,7 +501,7 @@ def test_sigmoid_mul(width):
 def test_every_operator_of_the_table_has_a_test_here():
     tests = " ".join(name for name in globals() if name.startswith("test_"))
     # Those with a collective, and fused ones, have files of their own.
-    fused = {row.fused for row in FUSIONS}
+    fused = {row.fused for row in (*FUSIONS, *GRADIENT_FUSIONS)}
     own = [name for name in operators() if not name.startswith("rank_") and name not in fused]
     assert [name for name in own if f"test_{name}" not in tests] == []
 

@@ -100,7 +100,7 @@ def test_gradients_of_factors_may_go_with_those_of_their_products(name, refused,
         found = grad @ weight + added.narrow @ added.a
         return found if onto is None else onto.add_(found)
 
-    monkeypatch.setattr(adapter.backbone.backend, "input_gradient_and_low_rank", make)
+    monkeypatch.setattr(adapter.backbone.backend, "fused", {"linear_beside_low_rank": make})
     theirs = peft_gradients(model, sequences)
     for rows in (1000, 5):
         asked.clear()

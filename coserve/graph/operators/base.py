@@ -17,7 +17,7 @@ from coserve.kernels.attention import AttentionBatch
 from coserve.kernels.base import Backend, Factor
 from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.base import RankGroup, SingleRank
-from coserve.kernels.low_rank import LowRankGradient, LowRankRows
+from coserve.kernels.low_rank import LowRankRows
 
 # Tensors by name; a backbone's linear weights are `kernels.weights.Weight`, parameters of several adapters `Grouped`.
 Values = Mapping[str, Any]
@@ -121,9 +121,6 @@ class Operator(ABC):
     joins_rows: ClassVar[bool] = False
     # Whether what an adapter adds to the result may be part of its product (`forward_with_low_rank`).
     takes_low_rank: ClassVar[bool] = False
-    # Whether its gradient for x is a product of low rank, dy times the weight: that of a product of the same x may take
-    # it along (`vjp_with_low_rank`).
-    has_low_rank_gradient: ClassVar[bool] = False
     # Whether the result is silu of the first input times the second: the two products that make these may make it, too
     # (`forward_gated`).
     is_gated_unit: ClassVar[bool] = False
@@ -204,20 +201,6 @@ class Operator(ABC):
         """
         assert isinstance(total, Tensor), f"operator {self.name} keeps no adapters apart"
         total += self.vjp((slot,), values, gradients, attributes, context)[slot]
-
-    def vjp_with_low_rank(
-        self,
-        added: LowRankGradient,
-        total: Tensor | None,
-        values: Values,
-        gradients: Values,
-        attributes: Attributes,
-        context: Context,
-    ) -> Tensor | None:
-        """The gradient for x and what is added to it, added to `total` in place if there is one; where `takes_low_rank`
-        alone. None if that is no faster than one after the other; then nothing was done.
-        """
-        return None
 
     @abstractmethod
     def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:

@@ -1,5 +1,5 @@
 """Operators that several others were (`graph/fuse.py`). Each runs a kernel of the backend (`Backend.fused`), or what it
-was made of where the kernel is not for its tensors. They run forward only.
+was made of where the kernel is not for its tensors. Each runs in one direction only.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from coserve.graph.operators.base import Attributes, Context, Operator, Shape, Shapes, Values
 from coserve.graph.tensors import TensorSpec
+from coserve.kernels.base import Factor
+from coserve.kernels.low_rank import LowRankGradient
 from coserve.kernels.weights import as_dense, as_weight, join_again
 
 
@@ -80,3 +82,51 @@ class GatedLinear(_Fused):
                 return {"y": found}
         gate, up = weights[0].products(context.backend, values["x"], weights, biases)
         return {"y": context.backend.silu_mul(gate, up)}
+
+
+class LinearBesideLowRank(Operator):
+    """y = x W^T + b and narrow = x F^T, of which only the gradient of x is taken: dx = dy W + dnarrow F; x [n, in],
+    weight [out, in], factor [rank, in].
+
+    Kernel: (dy, weight, `LowRankGradient` of dnarrow and factor, rows that the result is added to or None) -> dx,
+    rounded once.
+    """
+
+    name = "linear_beside_low_rank"
+    inputs = ("x", "weight", "bias", "factor")
+    outputs = ("y", "narrow")
+    optional = frozenset({"bias"})
+    needs: ClassVar = {"x": ("weight", "factor"), "weight": None, "bias": None, "factor": None}
+    sums: ClassVar[frozenset[str]] = frozenset({"x"})
+    joins_rows: ClassVar[bool] = True
+    grouped: ClassVar[frozenset[str]] = frozenset({"factor"})
+
+    def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
+        return {"y": ((shapes["weight"][0],), None), "narrow": ((shapes["factor"][0],), None)}
+
+    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+        raise AssertionError(f"{self.name} runs backward only")
+
+    def vjp(
+        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        return {"x": self._gradient(None, values, gradients, context)}
+
+    def vjp_onto(
+        self, total: Factor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
+    ) -> None:
+        assert isinstance(total, Tensor), "rows"
+        self._gradient(total, values, gradients, context)
+
+    def _gradient(self, total: Tensor | None, values: Values, gradients: Values, context: Context) -> Tensor:
+        weight, factor, dy, narrow = as_weight(values["weight"]), values["factor"], gradients["y"], gradients["narrow"]
+        kernel, dense = context.backend.fused.get(self.name), as_dense(weight)
+        if kernel is not None and dense is not None and isinstance(factor, Tensor):
+            found = kernel(dy, dense, LowRankGradient(narrow=narrow, a=factor), total)
+            if found is not None:
+                return found
+        total = context.backend.low_rank_input_gradient(narrow, factor, total)
+        return weight.input_gradient(context.backend, dy, total)
+
+    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
+        return 2.0 * (prod(specs["weight"].shape) + prod(specs["factor"].shape))

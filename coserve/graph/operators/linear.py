@@ -12,7 +12,7 @@ from coserve.graph.operators.base import Attributes, Context, Load, Operator, Sh
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.base import Factor
 from coserve.kernels.cuts import Cut, even_cut
-from coserve.kernels.low_rank import LowRankGradient, LowRankRows
+from coserve.kernels.low_rank import LowRankRows
 from coserve.kernels.weights import as_weight
 
 
@@ -110,17 +110,6 @@ class Linear(_Product):
         assert isinstance(total, Tensor)
         as_weight(values["weight"]).input_gradient(context.backend, gradients["y"], total)
 
-    def vjp_with_low_rank(
-        self,
-        added: LowRankGradient,
-        total: Tensor | None,
-        values: Values,
-        gradients: Values,
-        attributes: Attributes,
-        context: Context,
-    ) -> Tensor | None:
-        return as_weight(values["weight"]).input_gradient_and_low_rank(context.backend, gradients["y"], added, total)
-
 
 class LowRank(_Product):
     """y = x F^T with a factor F [out, in] of low rank, a parameter of an adapter: one of out and in is the rank."""
@@ -131,7 +120,6 @@ class LowRank(_Product):
     sums: ClassVar[frozenset[str]] = frozenset({"x", "weight"})
     grouped: ClassVar[frozenset[str]] = frozenset({"weight"})
     apart: ClassVar[frozenset[str]] = frozenset({"x"})
-    has_low_rank_gradient: ClassVar[bool] = True
     linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
 
     def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:

@@ -40,7 +40,10 @@ class CpuBackend(PlainBackend):
         self._attention = CpuAttention(kernels)
         self._for_losses = self
         if kernels.has_amx:
-            self.fused = {"linear_cross_entropy": self._head_gradient}
+            self.fused = {
+                "linear_cross_entropy": self._head_gradient,
+                "linear_beside_low_rank": self._gradient_beside_low_rank,
+            }
             self._for_losses = copy(self)
             self._for_losses._products = CpuProducts(kernels, may_lie_by_columns=True)
 
@@ -88,9 +91,10 @@ class CpuBackend(PlainBackend):
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
         return self._products.input_gradient(grad, weight, onto)
 
-    def input_gradient_and_low_rank(
+    def _gradient_beside_low_rank(
         self, grad: Tensor, weight: Tensor, added: LowRankGradient, onto: Tensor | None
     ) -> Tensor | None:
+        """The kernel of `linear_beside_low_rank`."""
         tiles = self._products.tiles
         return None if tiles is None else tiles.input_gradient(grad, weight, onto, added)
 
