@@ -12,11 +12,11 @@ from coserve.cluster.placement import make_placement
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.shared_paths import SharedPaths
 from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.commands import AddRequest, JobStart
 from coserve.engine.records import EngineStats
 from coserve.engine.request import Chunk
 from coserve.errors import EngineGoneError
-from coserve.jobs.messages import JobStart
-from coserve.protocol.messages import AddRequest, Ready, Reply, StepRecord, StepReport, decode_command, encode
+from coserve.protocol.messages import Ready, Reply, StepRecord, StepReport, decode_command, encode
 from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.fairness import TokenWeights
 from coserve.scheduling.profile import Curve, Profile

@@ -23,9 +23,10 @@ from coserve.cluster.placement import make_placement
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.devices.job_messages import WriteCheckpoint
 from coserve.devices.messages import Command
+from coserve.engine.commands import AddRequest
 from coserve.engine.engine import Engine
 from coserve.jobs.remote_files import RemoteFiles, shared_files
-from coserve.protocol.messages import AddRequest, decode_command, decode_report, encode
+from coserve.protocol.messages import decode_command, decode_report, encode
 from coserve.worker.process import EngineProcess
 
 

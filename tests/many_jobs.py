@@ -19,12 +19,11 @@ from coserve.adapters import LoraConfig
 from coserve.devices.job_messages import DropCheckpoint, DropTrainer, OpenTrainer, PublishVersion, TakeCheckpoint
 from coserve.devices.messages import DropVersion
 from coserve.devices.process_memory import give_back_freed_memory, keep_freed_memory
+from coserve.engine.commands import CancelJob, JobStart, StartJob
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.jobs.events import JobEvent
 from coserve.jobs.examples import write_examples_file
-from coserve.jobs.messages import JobStart
-from coserve.protocol.messages import CancelJob, StartJob
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 from coserve.worker.job_commands import JobCommands

@@ -36,10 +36,11 @@ from coserve.cluster.simulation.engine import EngineNode
 from coserve.cluster.simulation.simulation import ClusterSimulation
 from coserve.cluster.view import Task
 from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.commands import AddRequest
 from coserve.engine.config import EngineConfig
 from coserve.errors import ClusterError
 from coserve.models.backbone import Backbone
-from coserve.protocol.messages import AddRequest, EngineSettings, Ready, StepRecord, StepReport
+from coserve.protocol.messages import EngineSettings, Ready, StepRecord, StepReport
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.profile import Curve, Profile
 from coserve.workloads.summary import percentile

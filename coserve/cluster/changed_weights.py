@@ -7,7 +7,7 @@ when it has taken in what the job has made (`newcomers.py`).
 
 from dataclasses import replace
 
-from coserve.jobs.messages import JobStart
+from coserve.engine.commands import JobStart
 from coserve.tuning.shard import DataParallel
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from coserve.cluster.nodes import ClusterNode
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.tasks import task_of_job
+from coserve.engine.commands import AdapterRef, JobStart
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import CoserveError, EngineGoneError, JobOverError
-from coserve.jobs.messages import Checkpointed, JobStart
-from coserve.jobs.records import AdapterRef
+from coserve.jobs.messages import Checkpointed
 
 _log = logging.getLogger(__name__)
 

@@ -17,10 +17,11 @@ from coserve.cluster.prefixes import prefix_keys
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.tasks import task_of_request
 from coserve.cluster.view import Task
+from coserve.engine.commands import AddRequest
 from coserve.engine.request import Chunk
 from coserve.engine_client.streams import RequestStream
 from coserve.errors import EngineGoneError
-from coserve.protocol.messages import AddRequest, Ready
+from coserve.protocol.messages import Ready
 
 # Nodes that may die of a request before it is given up: it may be what they die of.
 _MOST_TRIES = 3

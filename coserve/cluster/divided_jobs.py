@@ -21,11 +21,11 @@ from coserve.cluster.cluster_jobs import ClusterJobs
 from coserve.cluster.contributions import Contributions
 from coserve.cluster.nodes import ClusterNode
 from coserve.cluster.shard_reports import ShardReports, Told
+from coserve.engine.commands import AdapterRef, JobStart
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import CoserveError, EngineGoneError, JobOverError
 from coserve.jobs.folders import contributions_beside
-from coserve.jobs.messages import Contributed, JobStart
-from coserve.jobs.records import AdapterRef
+from coserve.jobs.messages import Contributed
 from coserve.jobs.shared_files import SharedFiles
 from coserve.tuning.shard import Combination, DataParallel, Shard
 

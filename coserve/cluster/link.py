@@ -27,14 +27,13 @@ from coserve.cluster.scheduler import RETRY_S, ClusterScheduler
 from coserve.cluster.shard_reports import Told
 from coserve.cluster.tracker import NodeTracker, Totals, how_unlike, joined_ready
 from coserve.cluster.view import ClusterView
+from coserve.engine.commands import AdapterRef, AddRequest, JobStart
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine_client.link import EngineListener
 from coserve.engine_client.streams import RequestStream
 from coserve.errors import ClusterError, EngineGoneError
-from coserve.jobs.messages import JobStart
-from coserve.jobs.records import AdapterRef
 from coserve.jobs.shared_files import SharedFiles
-from coserve.protocol.messages import AddRequest, Ready, StepReport
+from coserve.protocol.messages import Ready, StepReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

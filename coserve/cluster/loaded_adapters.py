@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from coserve.cluster.nodes import ClusterNode
+from coserve.engine.commands import AdapterRef
 from coserve.errors import AdapterError, CoserveError, EngineGoneError
-from coserve.jobs.records import AdapterRef
 
 _log = logging.getLogger(__name__)
 

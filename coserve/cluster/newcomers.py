@@ -11,9 +11,8 @@ from collections.abc import Callable
 from coserve.cluster.loaded_adapters import LoadedOnNodes
 from coserve.cluster.node_checks import NodeChecks
 from coserve.cluster.nodes import ClusterNode
+from coserve.engine.commands import AdapterRef, JobStart
 from coserve.errors import ClusterError, CoserveError, EngineGoneError
-from coserve.jobs.messages import JobStart
-from coserve.jobs.records import AdapterRef
 
 _log = logging.getLogger(__name__)
 

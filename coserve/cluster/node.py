@@ -28,13 +28,14 @@ from coserve.cluster.messages import (
 )
 from coserve.cluster.node_paths import NodePaths
 from coserve.cluster.shared_paths import SharedPaths, unseen
+from coserve.engine.commands import AddRequest
 from coserve.engine_client.fork_server import ForkServer
 from coserve.engine_client.launch import Launch, program
 from coserve.engine_client.shared_forks import connect
 from coserve.engine_client.supervisor import Supervisor
 from coserve.errors import CoserveError, EngineGoneError, ModelError
 from coserve.home import home_directory, make_private
-from coserve.protocol.messages import AddRequest, Ping, Pong, Ready, decode_command, encode
+from coserve.protocol.messages import Ping, Pong, Ready, decode_command, encode
 from coserve.protocol.run_directory import clear_socket_directories
 from coserve.server.home_lock import lock_home
 from coserve.version import VERSION

@@ -6,9 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coserve.jobs.messages import JobStart
-from coserve.jobs.records import AdapterRef
-from coserve.protocol.messages import AddRequest, CombineJob, LoadAdapter, StartJob, StepReport
+from coserve.engine.commands import AdapterRef, AddRequest, CombineJob, JobStart, LoadAdapter, StartJob
+from coserve.protocol.messages import StepReport
 
 # What engines read and write in a home; all else is for the front, or lies on every machine.
 _SHARED = "jobs"

@@ -9,8 +9,8 @@ adapter since: then a prompt takes as long as it would on any other node.
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from coserve.engine.commands import AddRequest
 from coserve.memory.prefix_index import PrefixIndex, PrefixOwner
-from coserve.protocol.messages import AddRequest
 
 # Of a prompt, the blocks that are looked at: with these in common two prompts belong together, whatever follows. And of
 # a node, those that are remembered.

@@ -3,8 +3,7 @@
 import time
 
 from coserve.cluster.view import Task
-from coserve.jobs.messages import JobStart
-from coserve.protocol.messages import AddRequest
+from coserve.engine.commands import AddRequest, JobStart
 
 
 def task_of_request(request: AddRequest, *, prefix: tuple[bytes, ...], excluded: frozenset[str]) -> Task:

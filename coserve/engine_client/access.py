@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from coserve.engine.commands import AdapterRef, AddRequest
 from coserve.engine_client.link import EngineListener
 from coserve.engine_client.streams import RequestStream
 from coserve.jobs.messages import JobEngine
-from coserve.jobs.records import AdapterRef
-from coserve.protocol.messages import AddRequest, Ready, StartProgress
+from coserve.protocol.messages import Ready, StartProgress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

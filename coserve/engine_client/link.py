@@ -16,32 +16,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from coserve.engine.commands import (
+    AdapterRef,
+    AddRequest,
+    CancelJob,
+    CancelRequest,
+    CombineJob,
+    JobStart,
+    LoadAdapter,
+    PauseJob,
+    ResumeJob,
+    StartJob,
+    UnloadAdapter,
+    UseVocabulary,
+)
 from coserve.engine.request import Chunk
 from coserve.engine_client.launch import Launch, program
 from coserve.engine_client.streams import RequestStream
 from coserve.engine_client.supervisor import EngineOwner, Supervisor
 from coserve.errors import CoserveError, EngineGoneError, error_of_kind
-from coserve.jobs.messages import JobStart
-from coserve.jobs.records import AdapterRef
-from coserve.protocol.messages import (
-    AddRequest,
-    CancelJob,
-    CancelRequest,
-    CombineJob,
-    EngineSettings,
-    LoadAdapter,
-    PauseJob,
-    Ready,
-    Refused,
-    Reply,
-    ResumeJob,
-    Shutdown,
-    StartJob,
-    StartProgress,
-    StepReport,
-    UnloadAdapter,
-    UseVocabulary,
-)
+from coserve.protocol.messages import EngineSettings, Ready, Refused, Reply, Shutdown, StartProgress, StepReport
 from coserve.tuning.shard import Combination
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from coserve.engine.commands import AddRequest, StopSequence
 from coserve.engine.request import Chunk
 from coserve.engine.text import TextStream
 from coserve.errors import CoserveError, RequestError
-from coserve.protocol.messages import AddRequest, StopSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

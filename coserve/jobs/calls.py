@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+from coserve.engine.commands import JobStart
 from coserve.errors import EngineGoneError
 from coserve.jobs.machine import Answer, JobMachine, Lives, Told
-from coserve.jobs.messages import JobEngine, JobStart
+from coserve.jobs.messages import JobEngine
 from coserve.jobs.states import Action
 
 

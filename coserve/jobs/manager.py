@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from math import inf
 from pathlib import Path
 
+from coserve.engine.commands import AdapterRef
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import JobError
 from coserve.jobs.catalogue import JobAdapters
@@ -23,7 +24,7 @@ from coserve.jobs.names import model_name
 from coserve.jobs.places import Places, TenantLimit
 from coserve.jobs.reconciler import Reconciler
 from coserve.jobs.recording import JobReportWriter, Report
-from coserve.jobs.records import AdapterRef, JobRecord, new_id
+from coserve.jobs.records import JobRecord, new_id
 from coserve.jobs.settings import JobSettings
 from coserve.jobs.states import Wish
 from coserve.jobs.store import Store

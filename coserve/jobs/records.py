@@ -7,6 +7,8 @@ import string
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from coserve.engine.commands import AdapterRef
+
 JobStatus = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
 OVER: frozenset[str] = frozenset(("succeeded", "failed", "cancelled"))
 Level = Literal["info", "warn", "error"]
@@ -107,16 +109,6 @@ class CheckpointRecord:
     name: str
     directory: str
     listed: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterRef:
-    """An adapter by the name under which the engine serves it; directory: where to load it from if it is not on the
-    device.
-    """
-
-    name: str
-    directory: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from coserve.engine.commands import AdapterRef, JobStart
 from coserve.errors import JobError, LimitError
 from coserve.jobs.deaths import Deaths, after_death
 from coserve.jobs.files import QUOTA_RETRY_S, RESULTS, Files
 from coserve.jobs.folders import Folders, prune_records
-from coserve.jobs.messages import JobStart
 from coserve.jobs.outcome import add_model, num_trained_tokens
 from coserve.jobs.recording import adapter_of, job_event
-from coserve.jobs.records import AdapterRef, CheckpointRecord, FileRecord, JobRecord, JobStatus, new_id
+from coserve.jobs.records import CheckpointRecord, FileRecord, JobRecord, JobStatus, new_id
 from coserve.jobs.results import FILENAME, results_csv
 from coserve.jobs.settings import JobSettings
 from coserve.jobs.states import is_legal

@@ -1,25 +1,35 @@
 """What the server's process and the engine's say to each other: msgpack over one ZeroMQ pair socket.
 
-The server says what to do (`Command`), the engine what came of it (`Report`). Commands with a `call` are answered by
-one `Reply` with the same number; a request is answered by its chunks, and a job by its events. Times are seconds of the
-monotonic clock, which both processes share. Nothing but tokens, settings and paths crosses: no tensor ever does.
+The server says what to do (`Command`: of those that `coserve.engine.commands` describes, and two more), the engine what
+came of it (`Report`). Commands with a `call` are answered by one `Reply` with the same number; a request is answered by
+its chunks, and a job by its events. Times are seconds of the monotonic clock, which both processes share. Nothing but
+tokens, settings and paths crosses: no tensor ever does.
 """
 
 from typing import Any
 
 import msgspec
-from msgspec import structs
 
-from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.commands import (
+    AddRequest,
+    CancelJob,
+    CancelRequest,
+    CombineJob,
+    LoadAdapter,
+    PauseJob,
+    ResumeJob,
+    StartJob,
+    StopSequence,
+    UnloadAdapter,
+    UseVocabulary,
+)
 from coserve.engine.config import EngineConfig
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.records import EngineStats, RequestRecord
 from coserve.engine.request import Chunk
-from coserve.jobs.messages import Checkpointed, Contributed, JobStart
-from coserve.jobs.records import AdapterRef
+from coserve.jobs.messages import Checkpointed, Contributed
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import Slo
-from coserve.tuning.shard import Combination
 
 # Stages of more parts than this are told in percent.
 _MAX_COUNTED_PARTS = 100
@@ -58,105 +68,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # -- commands: server to engine ---------------------------------------------------------
-
-
-class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Answered by chunks, the last of each sequence with a finish_reason; or by `Refused`, if it cannot be served.
-
-    Chunks have tokens and no text, and params no stop strings: text is made where the tokens come out. priority,
-    batch_due_s, without_jobs: see `EngineCore.add_tokens`.
-    """
-
-    id: str
-    prompt: list[int]
-    params: SamplingParams
-    arrival_s: float
-    slo: Slo | None = None
-    adapter: AdapterRef | None = None
-    tenant: str = ""
-    priority: int = 0
-    batch_due_s: float | None = None
-    without_jobs: bool = False
-
-    def by_clock(self, ahead_s: float) -> "AddRequest":
-        """With its times by another clock, which is this much ahead."""
-        due_s = None if self.batch_due_s is None else self.batch_due_s + ahead_s
-        return structs.replace(self, arrival_s=self.arrival_s + ahead_s, batch_due_s=due_s)
-
-
-class UseVocabulary(msgspec.Struct, tag=True, frozen=True):
-    """What tokens stand for, before the first request with a grammar; see `EngineCore.use_vocabulary`."""
-
-    pieces: list[bytes]
-    special: list[int]
-
-
-class CancelRequest(msgspec.Struct, tag=True, frozen=True):
-    """End a request; its last chunks say "cancelled"."""
-
-    id: str
-
-
-class StopSequence(msgspec.Struct, tag=True, frozen=True):
-    """A sequence ended with its first `num_tokens` tokens: its text has a stop string. What the engine has run beyond
-    that does not count; its last chunk, without tokens, says "stop".
-    """
-
-    id: str
-    index: int
-    num_tokens: int
-
-
-class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Put an adapter on the device under its name. changed_by: see `OpenVersion`."""
-
-    call: int
-    adapter: AdapterRef
-    changed_by: str = ""
-
-
-class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """No new request finds it; no error if it was not there."""
-
-    call: int
-    name: str
-
-
-class StartJob(msgspec.Struct, tag=True, frozen=True):
-    """Start a job, or resume it."""
-
-    call: int
-    job: JobStart
-
-
-class PauseJob(msgspec.Struct, tag=True, frozen=True):
-    """Let it rest where it is, and write a checkpoint."""
-
-    call: int
-    id: str
-
-
-class ResumeJob(msgspec.Struct, tag=True, frozen=True):
-    """The inverse."""
-
-    call: int
-    id: str
-
-
-class CancelJob(msgspec.Struct, tag=True, frozen=True):
-    """End it, and write a checkpoint, if it is wanted."""
-
-    call: int
-    id: str
-    keeps: bool = True
-
-
-class CombineJob(msgspec.Struct, tag=True, frozen=True):
-    """Take in what the nodes of a job have contributed, and continue; after a `Contributed`, once."""
-
-    call: int
-    id: str
-    combination: Combination
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):

@@ -10,13 +10,14 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 from msgspec import structs
 
+from coserve.engine.commands import AddRequest
 from coserve.engine_client.access import EngineAccess
 from coserve.engine_client.streams import RequestStream
 from coserve.errors import EngineGoneError
 from coserve.jobs.manager import JobManager
 from coserve.jobs.records import AdapterRecord
 from coserve.jobs.trackers import Trackers
-from coserve.protocol.messages import AddRequest, Ready
+from coserve.protocol.messages import Ready
 from coserve.scheduling.slo import Slo
 from coserve.server.adapter_readers import AdapterReaders
 from coserve.server.adapters import AdapterCatalogue, LoadedAdapters, find_adapter

@@ -7,9 +7,9 @@ from typing import Any
 
 from coserve.adapters.methods import changes_model
 from coserve.adapters.peft_directory import read_config
+from coserve.engine.commands import AdapterRef
 from coserve.errors import AdapterError
 from coserve.jobs.names import SUFFIX
-from coserve.jobs.records import AdapterRef
 from coserve.jobs.settings import JobSettings, job_settings
 from coserve.jobs.trackers import has_wandb
 from coserve.server.context import ServerContext

@@ -10,11 +10,12 @@ from uuid import uuid4
 
 from coserve.devices.grammar import CANNOT_FOLLOW
 from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.commands import AddRequest
 from coserve.engine.prompts import Prompt
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
 from coserve.jobs.records import AdapterRecord
-from coserve.protocol.messages import AddRequest, Ready
+from coserve.protocol.messages import Ready
 from coserve.scheduling.slo import Slo
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, as_api_error, not_found

@@ -5,9 +5,10 @@ import time
 from contextlib import suppress
 
 from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.commands import AddRequest
 from coserve.engine_client.access import EngineAccess
 from coserve.errors import CoserveError, EngineGoneError
-from coserve.protocol.messages import AddRequest, Ready, StepReport
+from coserve.protocol.messages import Ready, StepReport
 
 
 class Readiness:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coserve.engine.commands import AddRequest
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.records import RequestRecord
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
-from coserve.protocol.messages import AddRequest, Ready, StepReport
+from coserve.protocol.messages import Ready, StepReport
 from coserve.version import VERSION
 
 if TYPE_CHECKING:

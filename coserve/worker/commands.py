@@ -7,22 +7,21 @@ from typing import Any
 
 from coserve.devices.matching import Vocabulary
 from coserve.devices.messages import SetVocabulary
-from coserve.engine.engine import Engine
-from coserve.errors import AdapterError, CoserveError
-from coserve.handover.base import Alone, HandoverEnd
-from coserve.jobs.records import AdapterRef
-from coserve.protocol.messages import (
+from coserve.engine.commands import (
+    AdapterRef,
     AddRequest,
     CancelRequest,
     CombineJob,
     LoadAdapter,
-    Refused,
-    Reply,
     StartJob,
     StopSequence,
     UnloadAdapter,
     UseVocabulary,
 )
+from coserve.engine.engine import Engine
+from coserve.errors import AdapterError, CoserveError
+from coserve.handover.base import Alone, HandoverEnd
+from coserve.protocol.messages import Refused, Reply
 from coserve.worker.activity import Activity
 from coserve.worker.command_queue import CommandQueue
 from coserve.worker.job_commands import JobCommands

@@ -19,15 +19,15 @@ from typing import Any, NoReturn
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.peft_directory import adapter_config
 from coserve.devices.job_messages import ReadContributions
+from coserve.engine.commands import AdapterRef, CancelJob, CombineJob, JobStart, PauseJob, ResumeJob, StartJob
 from coserve.engine.engine import Engine
 from coserve.engine.jobs.checkpoint import write_contribution
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.served_adapters import AdapterLoad
 from coserve.errors import AdapterError, CoserveError, DiskFullError, JobOverError
-from coserve.jobs.messages import Checkpointed, Contributed, JobStart
-from coserve.jobs.records import AdapterRef
+from coserve.jobs.messages import Checkpointed, Contributed
 from coserve.jobs.shared_files import SharedFiles
-from coserve.protocol.messages import CancelJob, CombineJob, PauseJob, Reply, ResumeJob, StartJob
+from coserve.protocol.messages import Reply
 from coserve.worker.activity import Activity
 from coserve.worker.disk_writers import DiskWriters
 from coserve.worker.job_files import JobFiles

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from coserve.engine.commands import JobStart
 from coserve.jobs.examples import read_examples_file
-from coserve.jobs.messages import JobStart
 from coserve.jobs.shared_files import SharedFiles
 from coserve.tuning.examples import Example
 

@@ -21,6 +21,7 @@ from coserve.devices.cpu_threads import worthwhile_threads
 from coserve.devices.process_memory import bound_compiled_products, give_back_freed_memory, keep_freed_memory
 from coserve.devices.rank_process import StartProcess, start_program
 from coserve.devices.step_messages import StepResult
+from coserve.engine.commands import CancelJob, PauseJob, UnloadAdapter
 from coserve.engine.engine import Engine
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.outbox import Event
@@ -35,9 +36,7 @@ from coserve.jobs.shared_files import SharedFiles
 from coserve.logs import configure_logs
 from coserve.protocol.messages import (
     STATS_S,
-    CancelJob,
     EngineSettings,
-    PauseJob,
     Ping,
     Pong,
     Shutdown,
@@ -45,7 +44,6 @@ from coserve.protocol.messages import (
     StartProgress,
     StepRecord,
     StepReport,
-    UnloadAdapter,
     decode_command,
     encode,
 )

@@ -14,7 +14,7 @@ from coserve.cluster.tasks import task_of_request
 from coserve.cluster.tracker import NodeTracker, Totals, joined_ready
 from coserve.cluster.view import NodeView, Task
 from coserve.devices.sampling_params import SamplingParams
-from coserve.jobs.records import AdapterRef
+from coserve.engine.commands import AdapterRef
 from coserve.protocol.messages import StepReport
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.profile import Curve

@@ -9,10 +9,11 @@ from cluster_nodes import ScriptedNode, cluster, make_job, make_request, num_rea
 from msgspec.structs import replace
 
 from coserve.cluster.messages import NodeStatus
+from coserve.engine.commands import AddRequest, CancelJob, PauseJob, StartJob
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import ClusterError, JobOverError
 from coserve.jobs.messages import Checkpointed
-from coserve.protocol.messages import AddRequest, CancelJob, PauseJob, StartJob, StepReport
+from coserve.protocol.messages import StepReport
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from homes import TENANT, HandMade
 
+from coserve.engine.commands import AdapterRef
 from coserve.errors import CoserveError, JobError, LimitError
 from coserve.jobs.recording import adapter_of
-from coserve.jobs.records import AdapterRef, FileRecord, UploadRecord
+from coserve.jobs.records import FileRecord, UploadRecord
 from coserve.jobs.uploads import Uploads, status_of
 
 

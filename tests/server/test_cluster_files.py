@@ -17,9 +17,9 @@ from served import serving
 
 from coserve.cluster.node_paths import NodePaths
 from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.commands import AdapterRef, AddRequest, CombineJob, LoadAdapter
 from coserve.jobs.messages import Checkpointed, Contributed
-from coserve.jobs.records import AdapterRef
-from coserve.protocol.messages import AddRequest, CombineJob, LoadAdapter, Ping, StepReport
+from coserve.protocol.messages import Ping, StepReport
 from coserve.tuning.shard import Combination
 
 needs_ftp = pytest.mark.skipif(find_spec("pyftpdlib") is None, reason="needs an FTP server: pip install pyftpdlib")

@@ -13,9 +13,10 @@ from cluster_views import make_node
 from coserve.cluster.cluster_jobs import ClusterJobs
 from coserve.cluster.placement import make_placement
 from coserve.cluster.scheduler import ClusterScheduler
+from coserve.engine.commands import JobStart, PauseJob, ResumeJob, StartJob
 from coserve.errors import JobOverError
-from coserve.jobs.messages import Checkpointed, JobStart
-from coserve.protocol.messages import PauseJob, ResumeJob, StartJob, StepReport
+from coserve.jobs.messages import Checkpointed
+from coserve.protocol.messages import StepReport
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

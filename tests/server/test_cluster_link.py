@@ -9,11 +9,8 @@ from cluster_nodes import READY, ScriptedNode, cluster, make_job, make_request, 
 from msgspec.structs import replace
 
 from coserve.cluster.messages import CommandBatch, NodeStatus
-from coserve.engine.jobs.events import JobEvent
-from coserve.errors import AdapterError, ClusterError, EngineGoneError, JobOverError
-from coserve.jobs.messages import Checkpointed
-from coserve.jobs.records import AdapterRef
-from coserve.protocol.messages import (
+from coserve.engine.commands import (
+    AdapterRef,
     AddRequest,
     CancelJob,
     CancelRequest,
@@ -21,10 +18,12 @@ from coserve.protocol.messages import (
     PauseJob,
     ResumeJob,
     StartJob,
-    StepReport,
     UnloadAdapter,
-    decode_command,
 )
+from coserve.engine.jobs.events import JobEvent
+from coserve.errors import AdapterError, ClusterError, EngineGoneError, JobOverError
+from coserve.jobs.messages import Checkpointed
+from coserve.protocol.messages import StepReport, decode_command
 from coserve.tuning.shard import DataParallel
 
 

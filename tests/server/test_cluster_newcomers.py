@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from coserve.cluster.messages import NodeSettings, settings_digest
 from coserve.cluster.node_checks import NodeChecks
+from coserve.engine.commands import AdapterRef, AddRequest, LoadAdapter, UnloadAdapter
 from coserve.engine.config import EngineConfig
 from coserve.errors import AdapterError, ClusterError
-from coserve.jobs.records import AdapterRef
-from coserve.protocol.messages import AddRequest, EngineSettings, LoadAdapter, UnloadAdapter
+from coserve.protocol.messages import EngineSettings
 
 PIRATE = AdapterRef(name="someone/pirate#1", directory="/adapters/pirate")
 

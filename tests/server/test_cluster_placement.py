@@ -9,8 +9,8 @@ from cluster_nodes import READY, ScriptedNode, cluster, make_job, make_request, 
 from msgspec.structs import replace
 
 from coserve.cluster.placement import placement_names
-from coserve.jobs.records import AdapterRef
-from coserve.protocol.messages import AddRequest, StartJob, StepReport
+from coserve.engine.commands import AdapterRef, AddRequest, StartJob
+from coserve.protocol.messages import StepReport
 from coserve.scheduling.fairness import TokenWeights
 
 BIG = replace(READY, num_pages=1000)

@@ -16,10 +16,11 @@ from lengths import long_but
 from coserve.cluster.messages import CommandBatch
 from coserve.devices.job_messages import PublishVersion, TakeContribution
 from coserve.devices.messages import SaveAdapter
+from coserve.engine.commands import CancelJob, StartJob
 from coserve.engine.engine import Engine
 from coserve.errors import JobError
 from coserve.jobs.records import JobRecord
-from coserve.protocol.messages import CancelJob, StartJob, decode_command
+from coserve.protocol.messages import decode_command
 
 
 async def create(made: World, *, epochs: int = 3, **extension: Any) -> JobRecord:

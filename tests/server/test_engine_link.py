@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.commands import AddRequest, CancelRequest
 from coserve.engine.config import EngineConfig
 from coserve.engine.records import EngineStats
 from coserve.engine.request import Chunk
@@ -17,7 +18,7 @@ from coserve.engine_client.link import EngineLink, engine_here
 from coserve.engine_client.streams import RequestStream
 from coserve.engine_client.supervisor import Supervisor
 from coserve.errors import EngineGoneError, ModelError
-from coserve.protocol.messages import AddRequest, CancelRequest, EngineSettings, Ready, StepReport
+from coserve.protocol.messages import EngineSettings, Ready, StepReport
 from coserve.scheduling.slo import Slo
 from coserve.server.readiness import Readiness
 
@@ -178,7 +179,8 @@ def test_a_command_to_nobody_is_no_error():
 # Answers whether its loop comes round; and with STEPS, a request with a token.
 ANSWERS_PINGS = """
 from coserve.engine.request import Chunk
-from coserve.protocol.messages import AddRequest, Ping, Pong, StepReport, decode_command
+from coserve.engine.commands import AddRequest
+from coserve.protocol.messages import Ping, Pong, StepReport, decode_command
 while True:
     command = decode_command(socket.recv())
     if isinstance(command, Ping):

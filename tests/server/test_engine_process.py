@@ -12,10 +12,10 @@ from random_plans import PlannedBy
 from coserve.adapters import LoraConfig
 from coserve.devices.job_messages import DropCheckpoint, DropTrainer, TakeCheckpoint
 from coserve.devices.step_messages import StepFailure
+from coserve.engine.commands import AddRequest, JobStart, StartJob
 from coserve.engine.engine import Engine
 from coserve.jobs.examples import write_examples_file
-from coserve.jobs.messages import JobStart
-from coserve.protocol.messages import AddRequest, Shutdown, StartJob, StepRecord, StepReport, decode_report, encode
+from coserve.protocol.messages import Shutdown, StepRecord, StepReport, decode_report, encode
 from coserve.server.ledger import Ledger
 from coserve.server.status import StatusBoard
 from coserve.tuning.config import TuningConfig

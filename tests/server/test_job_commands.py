@@ -9,11 +9,11 @@ import pytest
 from engines import examples_of, make_engine
 
 from coserve.adapters import LoraConfig
+from coserve.engine.commands import CancelJob, JobStart, PauseJob, ResumeJob, StartJob
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import AdapterError, JobOverError
 from coserve.jobs.examples import write_examples_file
-from coserve.jobs.messages import JobStart
-from coserve.protocol.messages import CancelJob, PauseJob, Reply, ResumeJob, StartJob
+from coserve.protocol.messages import Reply
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.shard import Shard
 from coserve.worker.job_commands import JobCommands

@@ -18,12 +18,12 @@ from job_engine import LIMIT_S, TENANT, base_model, world
 from peft import PeftModel
 from support import make_model
 
+from coserve.engine.commands import AdapterRef
 from coserve.engine.jobs.checkpoint import JOB_FILES, Checkpoint
 from coserve.errors import DeviceMemoryError, EngineGoneError, JobError
 from coserve.jobs import validation
 from coserve.jobs.examples import read_training_file
 from coserve.jobs.models import JobModels
-from coserve.jobs.records import AdapterRef
 from coserve.jobs.settings import job_settings
 from coserve.jobs.transitions import Transitions
 

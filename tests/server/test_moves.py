@@ -23,9 +23,10 @@ from lengths import long_but
 
 from coserve.devices.job_messages import PublishVersion
 from coserve.devices.messages import SaveAdapter
+from coserve.engine.commands import AdapterRef
 from coserve.engine.engine import Engine
 from coserve.errors import EngineGoneError, StoreError
-from coserve.jobs.records import AdapterRef, JobRecord
+from coserve.jobs.records import JobRecord
 
 PROMPTS = prompts_of([3, 9, 17])
 NUM_TOKENS, NUM_CLIENTS = 12, 6

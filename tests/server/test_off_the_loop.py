@@ -14,6 +14,17 @@ from support import make_backbone
 from coserve.adapters import Adapter, LoraConfig
 from coserve.adapters.peft_directory import save_adapter
 from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.commands import (
+    AdapterRef,
+    AddRequest,
+    CancelRequest,
+    JobStart,
+    LoadAdapter,
+    PauseJob,
+    StartJob,
+    StopSequence,
+    UnloadAdapter,
+)
 from coserve.engine.jobs.checkpoint import Checkpoint
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.outbox import Event
@@ -21,19 +32,7 @@ from coserve.engine.request import Chunk
 from coserve.engine_client.streams import RequestStream
 from coserve.errors import RequestError
 from coserve.jobs.examples import write_examples_file
-from coserve.jobs.messages import JobStart
-from coserve.jobs.records import AdapterRef
-from coserve.protocol.messages import (
-    AddRequest,
-    CancelRequest,
-    LoadAdapter,
-    PauseJob,
-    Refused,
-    Reply,
-    StartJob,
-    StopSequence,
-    UnloadAdapter,
-)
+from coserve.protocol.messages import Refused, Reply
 from coserve.tuning.config import TuningConfig
 from coserve.worker.command_queue import CommandQueue
 from coserve.worker.commands import Commands

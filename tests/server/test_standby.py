@@ -15,8 +15,8 @@ from coserve.cluster.front import Front, node_settings
 from coserve.cluster.front_choice import choose_front
 from coserve.cluster.messages import settings_digest
 from coserve.cluster.standby import StandbyFront
+from coserve.engine.commands import AddRequest, PauseJob
 from coserve.errors import EngineGoneError, StoreError
-from coserve.protocol.messages import AddRequest, PauseJob
 from coserve.server.config import ServerConfig
 
 

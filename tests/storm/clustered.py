@@ -23,8 +23,9 @@ from engines import greedy, prompts_of
 from job_data import DATA, adapter_in, distance, steps_of
 from job_engine import TENANT, world
 
+from coserve.engine.commands import AdapterRef
 from coserve.errors import AdapterError, CoserveError, EngineGoneError
-from coserve.jobs.records import AdapterRef, JobRecord
+from coserve.jobs.records import JobRecord
 
 NUM_NODES, NUM_TOKENS, MOST_JOBS, NUM_ACTIONS = 3, 8, 4, 300
 PROMPTS = prompts_of([3, 9, 17])

@@ -1,0 +1,167 @@
+"""What an engine is commanded: every change of its state is one of these, handled one after the other (`EngineCore`).
+
+The server's process sends most of them over the wire (`coserve.protocol`), a library's caller makes them by the methods
+of `Engine`, and a recording has them as they were handled. Those with a `call` are answered by one `Reply` with the
+same number where a server has sent them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from coserve.devices.sampling_params import SamplingParams
+from coserve.scheduling.slo import Slo
+from coserve.tuning.config import TuningConfig
+from coserve.tuning.shard import Combination, DataParallel, Shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterRef:
+    """An adapter by the name under which the engine serves it; directory: where to load it from if it is not on the
+    device.
+    """
+
+    name: str
+    directory: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStart:
+    """All that an engine needs to start a job, or to resume it where a checkpoint was taken.
+
+    name: of the adapter that it makes, and serves when it is done (when live, from the first step on). examples,
+    validation: files that `coserve.jobs.examples` wrote. adapter: a fresh one, by its configuration in PEFT's format;
+    or start: one to train further. checkpoint: a directory that a `Checkpointed` named; then neither is used.
+    checkpoints: the directory in which the engine writes `step-<n>`: every `checkpoint_every_steps` optimizer steps (0:
+    not while it runs), at a pause, at a cancellation, and at the end. paused: it waits to be resumed. tenant: whose it
+    is. alone_until_step: until then, no step of the engine works for another job as well. model: that it trains, by the
+    engine's name for it, if that is not the one that serves. data_parallel: how it is to be divided among nodes; None:
+    not at all, and an engine alone trains all of it in any case. shard: the part that this engine gets.
+    """
+
+    id: str
+    name: str
+    examples: str
+    validation: str | None = None
+    config: TuningConfig
+    adapter: dict[str, Any] | None = None
+    start: AdapterRef | None = None
+    checkpoint: str | None = None
+    checkpoints: str
+    checkpoint_every_steps: int = 0
+    # Whether the model is the checkpoint of the best evaluation, and not the last one.
+    keep_best: bool = False
+    paused: bool = False
+    tenant: str = ""
+    alone_until_step: int = 0
+    model: str = ""
+    data_parallel: DataParallel | None = None
+    shard: Shard | None = None
+
+    @property
+    def changes_model(self) -> bool:
+        """Whether it trains the weights that serve."""
+        from coserve.adapters.methods import changes_model  # with torch, which not all that pass jobs on have
+
+        return changes_model(self.adapter)
+
+
+class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Answered by chunks, the last of each sequence with a finish_reason; or by `Refused`, if it cannot be served.
+
+    Chunks have tokens and no text, and params no stop strings: text is made where the tokens come out. priority,
+    batch_due_s, without_jobs: see `EngineCore.add_tokens`.
+    """
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    arrival_s: float
+    slo: Slo | None = None
+    adapter: AdapterRef | None = None
+    tenant: str = ""
+    priority: int = 0
+    batch_due_s: float | None = None
+    without_jobs: bool = False
+
+    def by_clock(self, ahead_s: float) -> "AddRequest":
+        """With its times by another clock, which is this much ahead."""
+        due_s = None if self.batch_due_s is None else self.batch_due_s + ahead_s
+        return structs.replace(self, arrival_s=self.arrival_s + ahead_s, batch_due_s=due_s)
+
+
+class UseVocabulary(msgspec.Struct, tag=True, frozen=True):
+    """What tokens stand for, before the first request with a grammar; see `EngineCore.use_vocabulary`."""
+
+    pieces: list[bytes]
+    special: list[int]
+
+
+class CancelRequest(msgspec.Struct, tag=True, frozen=True):
+    """End a request; its last chunks say "cancelled"."""
+
+    id: str
+
+
+class StopSequence(msgspec.Struct, tag=True, frozen=True):
+    """A sequence ended with its first `num_tokens` tokens: its text has a stop string. What the engine has run beyond
+    that does not count; its last chunk, without tokens, says "stop".
+    """
+
+    id: str
+    index: int
+    num_tokens: int
+
+
+class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Put an adapter on the device under its name. changed_by: see `OpenVersion`."""
+
+    call: int
+    adapter: AdapterRef
+    changed_by: str = ""
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """No new request finds it; no error if it was not there."""
+
+    call: int
+    name: str
+
+
+class StartJob(msgspec.Struct, tag=True, frozen=True):
+    """Start a job, or resume it."""
+
+    call: int
+    job: JobStart
+
+
+class PauseJob(msgspec.Struct, tag=True, frozen=True):
+    """Let it rest where it is, and write a checkpoint."""
+
+    call: int
+    id: str
+
+
+class ResumeJob(msgspec.Struct, tag=True, frozen=True):
+    """The inverse."""
+
+    call: int
+    id: str
+
+
+class CancelJob(msgspec.Struct, tag=True, frozen=True):
+    """End it, and write a checkpoint, if it is wanted."""
+
+    call: int
+    id: str
+    keeps: bool = True
+
+
+class CombineJob(msgspec.Struct, tag=True, frozen=True):
+    """Take in what the nodes of a job have contributed, and continue; after a `Contributed`, once."""
+
+    call: int
+    id: str
+    combination: Combination
