@@ -14,7 +14,7 @@ from pathlib import Path
 
 from coserve.adapters import LoraConfig
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
+from coserve.engine.token_engine import TokenEngine
 from coserve.models import load_backbone
 from coserve.scheduling import LatencyModel
 from coserve.simulate.hardware import A100
@@ -37,7 +37,7 @@ def make_simulation(*, rate: float, seconds: float) -> Simulation:
     profile = roofline_profile(backbone, A100)
     empty = ModelledDevice(backbone, profile, num_pages=1).info
     num_pages = int((DEVICE_BYTES - empty.weight_bytes) / empty.page_bytes)
-    engine = EngineCore(ModelledDevice(backbone, profile, num_pages=num_pages), LatencyModel(profile), EngineConfig())
+    engine = TokenEngine(ModelledDevice(backbone, profile, num_pages=num_pages), LatencyModel(profile), EngineConfig())
     example = Example(tokens=(1,) * SEQUENCE_TOKENS, trained=(True,) * SEQUENCE_TOKENS)
     engine.submit_examples(
         [example] * NUM_EXAMPLES,

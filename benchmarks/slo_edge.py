@@ -23,7 +23,7 @@ from random import Random
 
 from coserve.adapters import LoraConfig
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
+from coserve.engine.token_engine import TokenEngine
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.profile import Profile
@@ -149,13 +149,13 @@ def make_load(seed: int) -> Load:
     )
 
 
-def make_engine(load: Load, policy: str) -> EngineCore:
+def make_engine(load: Load, policy: str) -> TokenEngine:
     """With its jobs, if the policy lets them run."""
     profile = profile_of(load.model, load.hardware)
     device = ModelledDevice(
         backbone_of(load.model), profile, num_pages=load.num_pages, noise=load.noise, seed=load.seed
     )
-    engine = EngineCore(device, LatencyModel(profile), EngineConfig(policy=policy, ttft_s=load.ttft_s))
+    engine = TokenEngine(device, LatencyModel(profile), EngineConfig(policy=policy, ttft_s=load.ttft_s))
     example = Example(tokens=(1,) * load.length, trained=(True,) * load.length)
     for _ in range(0 if policy == "inference-only" else load.num_jobs):
         config = TuningConfig(num_epochs=100_000)

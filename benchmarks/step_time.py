@@ -24,7 +24,7 @@ from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.step_messages import RequestRows, StepBatch, StepResult
 from coserve.devices.torch_device import TorchDevice
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
+from coserve.engine.token_engine import TokenEngine
 from coserve.models import load_backbone
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.slo import Slo
@@ -59,7 +59,7 @@ def engine_ms() -> float:
     backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
     profile = roofline_profile(backbone, GPU)
     device = _Timed(backbone, profile, num_pages=80 * NUM_REQUESTS)
-    engine = EngineCore(device, LatencyModel(profile), EngineConfig(max_requests=NUM_REQUESTS))
+    engine = TokenEngine(device, LatencyModel(profile), EngineConfig(max_requests=NUM_REQUESTS))
     params = SamplingParams(max_tokens=2 * STEPS + 200, temperature=0.0, ignore_eos=True)
     for index in range(NUM_REQUESTS):
         engine.add_tokens([index + 1] * 64, params, slo=Slo(ttft_s=100.0, tpot_s=10.0))

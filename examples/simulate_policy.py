@@ -9,7 +9,7 @@ from random import Random
 from statistics import quantiles
 
 from coserve import EngineConfig, Example, LoraConfig, TuningConfig
-from coserve.engine.core import EngineCore
+from coserve.engine.token_engine import TokenEngine
 from coserve.models import load_backbone
 from coserve.scheduling.latency import LatencyModel
 from coserve.simulate.hardware import A100
@@ -26,7 +26,7 @@ def main(policies: list[str]) -> None:
     profile = roofline_profile(backbone, A100)
     for policy in policies:
         device = ModelledDevice(backbone, profile, num_pages=20_000)
-        engine = EngineCore(device, LatencyModel(profile), EngineConfig(policy=policy, tpot_s=0.05))
+        engine = TokenEngine(device, LatencyModel(profile), EngineConfig(policy=policy, tpot_s=0.05))
         examples = [Example(tokens=(1,) * 512, trained=(True,) * 512)] * 64
         engine.submit_examples(examples, TuningConfig(num_epochs=10_000), adapter=LoraConfig(r=16))
         for snapshot in Simulation(engine, list(poisson())).run(SECONDS):

@@ -30,10 +30,10 @@ from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.step_messages import RequestRows, StepBatch, StepFailure, StepResult
 from coserve.devices.torch_device import TorchDevice
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
 from coserve.engine.engine import Engine
 from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
+from coserve.engine.token_engine import TokenEngine
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models import Backbone
 from coserve.models.dividing import divided_backbone
@@ -192,7 +192,7 @@ def make_engine(
     return Engine(watched, config, tokenizer=tokenizer, end_tokens=end_tokens, latency=latency)
 
 
-def watched(engine: EngineCore) -> WatchedDevice:
+def watched(engine: TokenEngine) -> WatchedDevice:
     """The device of an engine that `make_engine` made."""
     assert isinstance(engine.device, WatchedDevice)
     return engine.device
@@ -259,7 +259,7 @@ def greedy(max_tokens: int = 8, **named: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, **named)
 
 
-def drain(engine: EngineCore, *, most_steps: int = 3000) -> list[Event]:
+def drain(engine: TokenEngine, *, most_steps: int = 3000) -> list[Event]:
     """Step until no request is left, with every invariant checked; the events."""
     events: list[Event] = []
     for _ in range(most_steps):
@@ -279,7 +279,7 @@ def tokens_by_request(events: Iterable[Event]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def assert_nothing_is_held(engine: EngineCore) -> None:
+def assert_nothing_is_held(engine: TokenEngine) -> None:
     """Every page is free or a cached prefix, and those can be had."""
     engine.check_integrity()
     assert not engine.has_requests

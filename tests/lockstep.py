@@ -9,7 +9,7 @@ from coserve.devices.messages import BESIDE_STEPS_OF_RANKS, Command, DeviceInfo,
 from coserve.devices.rank_device import RankDevice
 from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.devices.torch_device import TorchDevice
-from coserve.engine.core import EngineCore
+from coserve.engine.token_engine import TokenEngine
 from coserve.errors import RankError
 from coserve.kernels.groups.base import RankGroup
 from coserve.kernels.groups.threads import thread_groups
@@ -77,7 +77,7 @@ class LockstepDevice:
         return [future.result() for future in futures]
 
 
-def lockstep(engine: EngineCore) -> LockstepDevice:
+def lockstep(engine: TokenEngine) -> LockstepDevice:
     """Return the ranks of an engine that `make_engine` made with several."""
     device = getattr(engine.device, "inner", None)
     assert isinstance(device, LockstepDevice)

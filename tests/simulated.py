@@ -6,7 +6,7 @@ from typing import Any
 
 from coserve.adapters import LoraConfig
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
+from coserve.engine.token_engine import TokenEngine
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.profile import Profile
@@ -41,16 +41,16 @@ def make_engine(
     num_pages: int = 16_000,
     num_jobs: int = 1,
     **config: Any,
-) -> EngineCore:
+) -> TokenEngine:
     profile = profile_of(model, hardware)
     device = ModelledDevice(backbone_of(model), profile, num_pages=num_pages)
-    engine = EngineCore(device, LatencyModel(profile), EngineConfig(**config))
+    engine = TokenEngine(device, LatencyModel(profile), EngineConfig(**config))
     for _ in range(num_jobs):
         submit(engine)
     return engine
 
 
-def submit(engine: EngineCore, *, length: int = 512, tenant: str = "", pack_tokens: int | None = None) -> str:
+def submit(engine: TokenEngine, *, length: int = 512, tenant: str = "", pack_tokens: int | None = None) -> str:
     data = [Example(tokens=(1,) * length, trained=(True,) * length)] * 64
     config = TuningConfig(num_epochs=100_000, max_pack_tokens=pack_tokens)
     return engine.submit_examples(data, config, adapter=ALL, tenant=tenant)
@@ -64,5 +64,5 @@ def chats(rate: float, seconds: float, seed: int = 1) -> list[Arrival]:
     return found
 
 
-def harvest(engine: EngineCore) -> float:
+def harvest(engine: TokenEngine) -> float:
     return engine.stats().num_tokens_trained / engine.device.clock.now()

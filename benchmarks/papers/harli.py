@@ -18,8 +18,8 @@ from coserve import Example, TuningConfig
 from coserve.bench.open_loop import Played
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
 from coserve.engine.request_queue import ImportedBlocks
+from coserve.engine.token_engine import TokenEngine
 from coserve.scheduling.slo import Slo
 from coserve.simulate.hardware import A100_40GB, ADA6000, Hardware
 from coserve.workloads.summary import percentile
@@ -190,13 +190,13 @@ def _phases(policy: str, data: Data) -> list[Row]:
     return rows
 
 
-def _pages(engine: EngineCore) -> int:
+def _pages(engine: TokenEngine) -> int:
     """Of the requests that run."""
     block = engine.device.info.block_tokens
     return sum(-(-len(request.tokens) // block) for request in engine.requests.running.values())
 
 
-def _ask(engine: EngineCore, num_prompt_tokens: int, num_output_tokens: int) -> None:
+def _ask(engine: TokenEngine, num_prompt_tokens: int, num_output_tokens: int) -> None:
     params = SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
     name = engine.add_tokens([1] * num_prompt_tokens, params, slo=_SLO)
     engine.hold(name)

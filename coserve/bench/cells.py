@@ -11,7 +11,7 @@ from coserve.adapters.methods.lora import LoraConfig
 from coserve.bench.open_loop import OpenLoop, Played
 from coserve.bench.places import Place
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
+from coserve.engine.token_engine import TokenEngine
 from coserve.errors import BudgetError
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.policies import policy_class
@@ -206,7 +206,7 @@ class Bench:
         num_jobs: int | None = None,
         seconds: float | None = None,
         most_missed: float = inf,
-    ) -> tuple[Played, EngineCore]:
+    ) -> tuple[Played, TokenEngine]:
         """One policy on a trace; what came of it, and the engine, which is over."""
         name, settings = policy_of(policy)
         config = EngineConfig(policy=name, policy_settings=settings, ttft_s=slo.ttft_s, tpot_s=slo.tpot_s)
@@ -227,7 +227,7 @@ class Bench:
         self.place.close(engine)
         return played, engine
 
-    def _submit_jobs(self, engine: EngineCore, policy: str, number: int) -> None:
+    def _submit_jobs(self, engine: TokenEngine, policy: str, number: int) -> None:
         """Jobs with packs of the usual size; the smallest there are, of an example, where a policy runs whole passes:
         requests wait for their ends.
         """

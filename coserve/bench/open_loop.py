@@ -12,9 +12,9 @@ from random import Random
 from statistics import mean
 
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.core import EngineCore
 from coserve.engine.request import Chunk
 from coserve.engine.request_queue import ImportedBlocks
+from coserve.engine.token_engine import TokenEngine
 from coserve.errors import RequestError
 from coserve.scheduling.slo import Slo
 from coserve.workloads.summary import RequestOutcome
@@ -77,7 +77,7 @@ class OpenLoop:
 
     def __init__(
         self,
-        engine: EngineCore,
+        engine: TokenEngine,
         trace: Sequence[TracedRequest],
         *,
         slo: Slo,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coserve.devices.base import Device
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
+from coserve.engine.token_engine import TokenEngine
 from coserve.errors import BudgetError
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models.backbone import Backbone
@@ -38,13 +38,13 @@ class Place(Protocol):
         """What every engine knows of the device at its start."""
         ...
 
-    def open(self, config: EngineConfig) -> EngineCore: ...
+    def open(self, config: EngineConfig) -> TokenEngine: ...
 
-    def idle(self, engine: EngineCore, seconds: float) -> None:
+    def idle(self, engine: TokenEngine, seconds: float) -> None:
         """Let time pass, by the clock of an engine's device."""
         ...
 
-    def close(self, engine: EngineCore) -> None:
+    def close(self, engine: TokenEngine) -> None:
         """End all that an engine does."""
         ...
 
@@ -102,7 +102,7 @@ class ModelledPlace:
             link_flops_per_byte=modelled_link_flops_per_byte(backbone, hardware),
         )
 
-    def open(self, config: EngineConfig) -> EngineCore:
+    def open(self, config: EngineConfig) -> TokenEngine:
         device = ModelledDevice(
             self.backbone,
             self.profile,
@@ -113,14 +113,14 @@ class ModelledPlace:
             latency=self.true,
             link_flops_per_byte=self.link_flops_per_byte,
         )
-        return EngineCore(device, self.latency, config)
+        return TokenEngine(device, self.latency, config)
 
-    def idle(self, engine: EngineCore, seconds: float) -> None:
+    def idle(self, engine: TokenEngine, seconds: float) -> None:
         device = engine.device
         assert isinstance(device, ModelledDevice)
         device.clock.advance(seconds)
 
-    def close(self, engine: EngineCore) -> None:
+    def close(self, engine: TokenEngine) -> None:
         """Nothing: the device goes with the engine."""
 
 
@@ -135,13 +135,13 @@ class TorchPlace:
     def __post_init__(self) -> None:
         self.latency = LatencyModel(self.device.info.profile)
 
-    def open(self, config: EngineConfig) -> EngineCore:
-        return EngineCore(self.device, deepcopy(self.latency), config)
+    def open(self, config: EngineConfig) -> TokenEngine:
+        return TokenEngine(self.device, deepcopy(self.latency), config)
 
-    def idle(self, engine: EngineCore, seconds: float) -> None:
+    def idle(self, engine: TokenEngine, seconds: float) -> None:
         time.sleep(seconds)
 
-    def close(self, engine: EngineCore) -> None:
+    def close(self, engine: TokenEngine) -> None:
         for request in [each.request for each in engine.requests]:
             engine.cancel(request)
         for job in list(engine.jobs):
@@ -150,7 +150,7 @@ class TorchPlace:
             engine.step()
         engine.flush_commands()
 
-    def learn(self, engine: EngineCore) -> None:
+    def learn(self, engine: TokenEngine) -> None:
         """Have later engines start with what this one knows of the device."""
         self.latency = engine.latency
 

@@ -1,43 +1,45 @@
-"""The engine without text: requests of token ids, adapters and jobs are added, asked about and ended; `step` runs them.
+"""The engine without text: it handles commands on requests of token ids, adapters and jobs, one after the other.
 
-Requests, jobs and pages by number; a device has the tensors. It is plain Python, and deterministic: the same inputs,
+Requests, jobs and pages by number; a device has the tensors. It is plain Python, and deterministic: the same commands,
 clock readings and results of the device give the same steps. The loop that takes them is `coserve.engine.step_loop`.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from itertools import count
-from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from coserve.devices.base import Device
 from coserve.devices.matching import Vocabulary
-from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.step_messages import StepResult
+from coserve.engine import commands
+from coserve.engine.calibration import Calibration
 from coserve.engine.checks import check_adapter_name
+from coserve.engine.command_log import CommandLog
+from coserve.engine.commands import EngineCommand, JobExamples, JobStart
 from coserve.engine.config import EngineConfig
-from coserve.engine.grammars import FindPieces
-from coserve.engine.jobs.answers import Decode
-from coserve.engine.jobs.checkpoint import Checkpoint, TakenCopy
-from coserve.engine.jobs.job import Job
-from coserve.engine.jobs.opening import PeftFields, path_of
-from coserve.engine.outbox import Event
-from coserve.engine.parts import EngineParts
+from coserve.engine.grammars import FindPieces, Grammars
+from coserve.engine.host_swap import HostSwap
+from coserve.engine.jobs.answers import Answers, Decode
+from coserve.engine.jobs.job_set import JobSet
+from coserve.engine.jobs.opening import JobOpener, path_of
+from coserve.engine.outbox import Outbox
+from coserve.engine.page_broker import PageBroker
 from coserve.engine.records import EngineStats, RequestRecord
-from coserve.engine.request_queue import ImportedBlocks
-from coserve.engine.served_adapters import AdapterLoad, AdapterVersion, AdapterVersions
-from coserve.engine.serving import TextStreamMaker
-from coserve.engine.stats import take_stats
+from coserve.engine.request import Chunk
+from coserve.engine.request_queue import RequestQueue
+from coserve.engine.served_adapters import AdapterLoad, AdapterVersion, AdapterVersions, ServedAdapters
+from coserve.engine.serving import Serving, TextStreamMaker
+from coserve.engine.step_loop import StepLoop
 from coserve.memory.kv_cache import KvCache
+from coserve.memory.pack_pages import OWNER as PACK_OWNER
 from coserve.memory.pages import PagePool
+from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Plan
-from coserve.scheduling.policies import Policy
+from coserve.scheduling.policies import Policy, make_policy
 from coserve.scheduling.profile import Profile
-from coserve.scheduling.slo import Slo
-from coserve.tuning.config import TuningConfig
-from coserve.tuning.examples import Example
-from coserve.tuning.shard import Combination, Shard
+from coserve.scheduling.slo import DefaultSlo, Slo
 
 
 class EngineCore:
@@ -55,27 +57,85 @@ class EngineCore:
         find_pieces: FindPieces | None = None,
         keep_profile: Callable[[Profile], None] | None = None,
     ) -> None:
-        """end_tokens: ids that end every request. text_stream: makes text of a request's tokens, given its prompt and
-        params; without it there is none, and no stop strings. decode: the text of answers to validation sets.
-        find_pieces: what tokens stand for, asked with the first grammar unless `use_vocabulary` has told.
-        keep_profile: told what the device's profile should be if steps have long shown that it is something else.
+        """Make the parts of an engine, each with those that it works with.
+
+        Args:
+            end_tokens: ids that end every request.
+            text_stream: makes text of a request's tokens, given its prompt and params; without it there is none, and
+                no stop strings.
+            decode: the text of answers to validation sets.
+            find_pieces: what tokens stand for, asked with the first grammar unless `UseVocabulary` has told.
+            keep_profile: called with a corrected profile once measured step times have drifted from the device's.
         """
         self.device, self.latency, self.config = device, latency, config
-        self._parts = parts = EngineParts(
+        self._numbers = count()  # of requests and jobs whose callers have not named them
+        info, policy = device.info, make_policy(config.policy, config.policy_settings)
+        self.outbox = Outbox()
+        self._default_slo = DefaultSlo(latency, ttft_s=config.ttft_s, tpot_s=config.tpot_s)
+        self.log = CommandLog(device)
+        send = self.log.send
+        self.calibration = Calibration(self.log, info, latency, self._default_slo)
+        self.counters = TokenCounters(policy.token_weights)
+        self.pages = PageBroker(
+            num_pages=info.num_pages,
+            page_bytes=info.page_bytes,
+            block_tokens=info.block_tokens,
+            send=send,
+            num_state_pages=info.num_state_pages,
+            max_window_bytes=config.weight_window_bytes,
+        )
+        self.swap = HostSwap(self.pages.cache, info, latency, send)
+        self.requests = RequestQueue(self.pages.cache, self.swap, self.counters, send)
+        self.adapters = ServedAdapters(device, self.log, self.swap, most=config.max_adapters)
+        ends = frozenset(token for token in end_tokens if 0 <= token < info.vocab_size)
+        self.grammars = Grammars(device, ends, find_pieces)
+        self._serving = Serving(
+            device,
+            self.requests,
+            self.adapters.versions,
+            self.counters,
+            latency,
+            self._default_slo,
+            self.grammars,
+            end_tokens=ends,
+            shares_prefixes=config.share_prefixes,
+            text_stream=text_stream,
+            emit=self._emit,
+            send=send,
+        )
+        self._opener = JobOpener(device, self.pages, self.adapters, self.log, config.trainable_models)
+        self._answers = Answers(self.adapters, self._serving, device, decode=decode)
+        self.jobs = JobSet(
+            device,
+            self.pages,
+            self.swap,
+            self.adapters,
+            self.counters,
+            latency,
+            log=self.log,
+            answers=self._answers,
+            emit=self.outbox.put,
+        )
+        self.loop = StepLoop(
             device,
             latency,
             config,
-            end_tokens=end_tokens,
-            text_stream=text_stream,
-            decode=decode,
-            find_pieces=find_pieces,
+            policy=policy,
+            default_slo=self._default_slo,
+            log=self.log,
+            pages=self.pages,
+            swap=self.swap,
+            requests=self.requests,
+            serving=self._serving,
+            adapters=self.adapters,
+            jobs=self.jobs,
+            counters=self.counters,
             keep_profile=keep_profile,
         )
-        self.requests, self.adapters, self.jobs = parts.requests, parts.adapters, parts.jobs
-        self.pages, self.swap, self.counters = parts.pages, parts.swap, parts.counters
-        self.loop, self.outbox, self.calibration = parts.loop, parts.outbox, parts.calibration
-        self.log, self._serving, self.grammars = parts.log, parts.serving, parts.grammars
-        self._numbers = count()
+
+    def _emit(self, chunk: Chunk) -> None:
+        if not self._answers.take(chunk):
+            self.outbox.put(chunk)
 
     # -- questions --------------------------------------------------------------------
 
@@ -91,11 +151,11 @@ class EngineCore:
     @property
     def slo(self) -> Slo:
         """Of requests that bring none; unless the config says it, or it was set, its TPOT follows what steps take."""
-        return self._parts.default_slo.value
+        return self._default_slo.value
 
     @slo.setter
     def slo(self, slo: Slo) -> None:
-        self._parts.default_slo.value = slo
+        self._default_slo.value = slo
 
     @property
     def num_steps(self) -> int:
@@ -156,111 +216,135 @@ class EngineCore:
         return bool(self.requests or self.outbox or self.jobs.num_running)
 
     def stats(self) -> EngineStats:
-        """Counts as of now."""
-        return take_stats(self._parts)
+        """Count everything as of now; see `EngineStats`."""
+        loop, requests, jobs, pages, swap = self.loop, self.requests, self.jobs, self.pages, self.swap
+        owned, optimizers = pages.pool.num_pages_by_owner(), pages.cache.optimizers
+        num_held = owned.get(PACK_OWNER, 0) + optimizers.num_pages - optimizers.num_lendable
+        num_batch_running, num_batch_waiting = requests.num_batch()
+        return EngineStats(
+            num_running=len(requests.running) - num_batch_running,
+            num_waiting=len(requests.waiting) - num_batch_waiting,
+            num_batch_running=num_batch_running,
+            num_batch_waiting=num_batch_waiting,
+            num_jobs=sum(not job.is_terminal for job in jobs.values()),
+            num_jobs_running=jobs.num_running,
+            num_steps=loop.num_steps,
+            num_tokens_trained=jobs.num_tokens_trained,
+            num_preemptions=requests.num_preemptions,
+            num_packs_dropped=jobs.num_packs_dropped,
+            num_pages=pages.pool.num_pages,
+            num_pages_free=pages.pool.num_free,
+            num_pages_by_owner=owned,
+            num_pages_for_requests=pages.num_available + num_held + requests.num_batch_pages(),
+            slack=max(0.0, 1 - loop.last_need.time),
+            margin=self.latency.corrections.margin,
+            num_slos_clamped=self._serving.num_slos_clamped,
+            slo=self._default_slo.value,
+            joined_jobs=jobs.joined,
+            num_swapped_out=swap.num_swapped_out,
+            num_swapped_in=swap.num_swapped_in,
+            num_host_pages=swap.num_pages,
+            num_host_pages_used=swap.num_pages_used,
+            num_pages_moved=pages.num_moved,
+            give_back_s=swap.give_back_s,
+            num_weight_bytes_copied=jobs.window_use.num_bytes_copied,
+            weights_wait_s=jobs.window_use.waited_s,
+            num_tasklets_declined=jobs.window_use.num_declined,
+            num_grammars=len(self.grammars),
+            grammar_bytes_by_tenant=dict(self.grammars.num_bytes_by_tenant()),
+        )
 
     def check_integrity(self) -> None:
         """Assert that every page, here and on the host, is free, or owned by somebody who knows of it."""
-        self._parts.check_integrity()
+        self.requests.check_integrity()
+        self.swap.check_integrity([*self.requests.waiting, *self.jobs.on_host, *self.adapters.on_host])
+        held = {page for each in self.requests.running.values() if each.sequence for page in each.sequence.pages}
+        self.pages.check_integrity(held, self.jobs.packs, self.jobs.with_optimizer)
 
-    # -- requests -------------------------------------------------------------------
+    # -- commands -------------------------------------------------------------------
 
-    def add_tokens(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        adapter: str | None = None,
-        slo: Slo | None = None,
-        request_id: str | None = None,
-        arrival_s: float | None = None,
-        tenant: str = "",
-        priority: int = 0,
-        batch_due_s: float | None = None,
-        without_jobs: bool = False,
-    ) -> str:
-        """Queue a request; its chunks come out of `step`. Returns its name.
+    def handle(self, command: EngineCommand, read: AdapterLoad | JobExamples | None = None) -> Any:
+        """Do a command between two steps.
 
         Args:
-            adapter: a name (its newest version as of now) or `name@step`; None: the bare model. priority: lowest first.
-            arrival_s: when it came, if that was before now. tenant: its owner. without_jobs: no job steps beside it.
-            batch_due_s: of batch work, which runs in what requests leave over: when it should be done. It has no SLO.
+            read: what was read for the command beside steps: the examples of a job that starts, or an adapter.
+
+        Returns:
+            What its caller in this process gets, where it has one: whether there is a step to `finish_step`, whether
+            the request was there, the loaded `AdapterVersion`, the `Checkpoint`, the `TakenCopy`.
 
         Raises:
-            RequestError: it could never be served. AdapterError: there is no such adapter.
+            CoserveError: the command is refused, and has changed nothing.
         """
-        name = request_id if request_id is not None else f"request-{next(self._numbers)}"
+        match command:
+            case commands.Step():
+                return self.loop.begin()
+            case commands.AddRequest():
+                return self._add_request(command)
+            case commands.CancelRequest():
+                return self._ended(self._serving.cancel(command.id))
+            case commands.StopSequence():
+                return self._ended(self._serving.stop(command.id, command.index, command.num_tokens))
+            case commands.HoldRequest():
+                self.requests.hold(command.id)
+            case commands.DeliverBlocks():
+                self.requests.arrive(command.id, command.blocks)
+            case commands.UseVocabulary():
+                self.grammars.use_vocabulary(command.pieces, command.special)
+            case commands.LoadAdapter():
+                assert not isinstance(read, JobExamples)
+                return self._load_adapter(command, read)
+            case commands.UnloadAdapter():
+                if command.name in self.versions:
+                    self.adapters.unload(command.name)
+                    self.loop.drop_unread_versions()
+            case commands.SaveVersion():
+                self.adapters.save(command.label, command.directory)
+            case commands.StartJob():
+                assert isinstance(read, JobExamples)
+                self._start_job(command.job, read)
+            case commands.PauseJob():
+                self.jobs.pause(command.id)
+            case commands.ResumeJob():
+                self.jobs.resume(command.id)
+            case commands.CancelJob():
+                self.jobs.cancel(command.id)
+            case commands.CombineJob():
+                self.jobs.combine(command.id, command.combination)
+            case commands.CopyCheckpoint():
+                return self.jobs.checkpoint(command.id)
+            case commands.CopyContribution():
+                return self.jobs.contribution(command.id)
+            case commands.ForgetJob():
+                self.jobs.forget(command.id)
+            case commands.FlushCommands():
+                self.log.flush()
+            case _:
+                assert_never(command)
+        return None
+
+    def _ended(self, was_there: bool) -> bool:
+        """Let go of versions that a request which has just ended was the last to read."""
+        self.loop.drop_unread_versions()
+        return was_there
+
+    def _add_request(self, command: commands.AddRequest) -> None:
         self._serving.add(
-            name,
-            prompt,
-            params,
-            adapter=adapter,
-            slo=slo,
-            arrival_s=arrival_s,
-            tenant=tenant,
-            priority=priority,
-            batch_due_s=batch_due_s,
-            without_jobs=without_jobs,
+            command.id,
+            command.prompt,
+            command.params,
+            adapter=None if command.adapter is None else command.adapter.name,
+            slo=command.slo,
+            arrival_s=command.arrival_s,
+            tenant=command.tenant,
+            priority=command.priority,
+            batch_due_s=command.batch_due_s,
+            without_jobs=command.without_jobs,
         )
-        return name
-
-    def hold(self, request: str) -> None:
-        """A request that waits is not to start before `arrive`: another instance computes its prompt
-        (`coserve.handover`).
-        """
-        self.requests.hold(request)
-
-    def arrive(self, request: str, blocks: ImportedBlocks | None) -> None:
-        """Deliver the blocks of a held request's prompt; None means that there are none, and that it is computed here.
-
-        The file must exist until the request is admitted. It is no error if the request is not there any more.
-        """
-        self.requests.arrive(request, blocks)
-
-    def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
-        """What tokens stand for, before the first request with a grammar; see `Vocabulary`. RequestError if the device
-        has no library for grammars.
-        """
-        self.grammars.use_vocabulary(pieces, special)
-
-    def cancel(self, request: str) -> bool:
-        """End a request at once; its last chunks come with the next step. Returns whether it was there."""
-        was_there = self._serving.cancel(request)
-        self.loop.drop_unread_versions()
-        return was_there
-
-    def stop(self, request: str, index: int, num_tokens: int) -> bool:
-        """End one sequence of a request whose first `num_tokens` tokens turned out to be all that is wanted of it; its
-        last chunk, without tokens, comes with the next step. Returns whether it was there.
-        """
-        was_there = self._serving.stop(request, index, num_tokens)
-        self.loop.drop_unread_versions()
-        return was_there
-
-    # -- adapters -------------------------------------------------------------------
-
-    def load_adapter(self, name: str, directory: str, model: str = "") -> AdapterVersion:
-        """Serve an adapter in PEFT's format as `name`; AdapterError if there is one already, or for its files. model:
-        that it is of, one of the config's `trainable_models`: then it can be trained further, not served.
-        """
-        check_adapter_name(name, self.jobs.values(), self.versions)
-        path = path_of(model, self.config.trainable_models)
-        return self.adapters.load(name, directory, model=model, path=path)
-
-    def ensure_adapter(self, name: str, directory: str, model: str = "") -> None:
-        """Have an adapter that lies on disk on the device, too; it may be evicted when others are used instead.
-
-        Raises:
-            AdapterError: it cannot be loaded. JobError: there is no such model.
-        """
-        if name not in self.versions:
-            self.load_adapter(name, directory, model)
-        self.adapters.keep_from_disk(name)
-        self.loop.drop_unread_versions()
 
     def begin_load(self, name: str, directory: str) -> AdapterLoad | None:
-        """The two halves of `ensure_adapter`, for callers that must not wait for a disk: whose `read` any thread may
-        call, beside steps, before `finish_load`. None if there is nothing to load.
+        """Return an adapter whose `read` any thread may call beside steps, before a `LoadAdapter` is handled with it;
+        None if there is nothing to load.
 
         Raises:
             AdapterError: it cannot have this name.
@@ -270,129 +354,36 @@ class EngineCore:
         check_adapter_name(name, self.jobs.values(), self.versions)
         return self.adapters.begin_load(name, directory)
 
-    def finish_load(self, load: AdapterLoad) -> None:
-        """Serve what was read."""
-        self.adapters.finish_load(load)
-        self.adapters.keep_from_disk(load.name)
-        self.loop.drop_unread_versions()
+    def _load_adapter(self, command: commands.LoadAdapter, load: AdapterLoad | None) -> AdapterVersion | None:
+        name, directory = command.adapter.name, command.adapter.directory
+        version: AdapterVersion | None = None
+        if load is not None:
+            version = self.adapters.finish_load(load)
+        elif directory is not None and (command.stays or name not in self.versions):
+            check_adapter_name(name, self.jobs.values(), self.versions)
+            path = path_of(command.model, self.config.trainable_models)
+            version = self.adapters.load(name, directory, model=command.model, path=path)
+        if directory is not None and not command.stays:
+            self.adapters.keep_from_disk(name)
+            self.loop.drop_unread_versions()
+        return version
 
-    def unload_adapter(self, name: str) -> None:
-        """No new request finds it; those that use it run to their end."""
-        self.adapters.unload(name)
-        self.loop.drop_unread_versions()
-
-    def save_adapter(self, label: str, directory: str | Path) -> None:
-        """Write a version (`name` or `name@step`) in PEFT's format."""
-        self.adapters.save(label, str(directory))
-
-    # -- jobs -----------------------------------------------------------------------
-
-    def submit_examples(
-        self,
-        examples: Sequence[Example],
-        config: TuningConfig,
-        *,
-        adapter: PeftFields | Mapping[str, Any] | str | None = None,
-        name: str | None = None,
-        validation: Sequence[Example] = (),
-        job_id: str | None = None,
-        checkpoint: str | Path | None = None,
-        tenant: str = "",
-        alone_until_step: int = 0,
-        model: str = "",
-        shard: Shard | None = None,
-    ) -> str:
-        """Start a job, or resume one; its events come out of `step`. Returns its id.
-
-        Args:
-            adapter: a fresh one of this kind (or the fields of PEFT's adapter_config.json), or the label of one to
-                continue training.
-            name: of the adapter that it publishes (default: the job's id).
-            checkpoint: a directory that `Checkpoint.write` made of the same job, with the same data, configuration and
-                `adapter` (which need not be said where PEFT's directory says all of it, as of LoRA).
-            tenant: whose it is, for policies that share the device among tenants.
-            alone_until_step: until this optimizer step no step of the engine works for another job as well, so that
-                what it dies of is known.
-            model: that it trains, one of the config's `trainable_models`; "" for the one that serves. The adapter that
-                comes of it cannot be served here: it is saved, and served with its own model.
-            shard: this is one node's part of it, and the caller brings it together with the others.
-
-        Raises:
-            JobError, AdapterError, ModelError: it could never be run, or the checkpoint is another job's; the message
-                says what would be right.
-        """
-        job_id = job_id if job_id is not None else f"job-{next(self._numbers)}"
-        job = self._parts.opener.open(
-            job_id,
-            name if name is not None else job_id,
-            config,
-            examples,
-            validation,
+    def _start_job(self, start: JobStart, data: JobExamples) -> None:
+        adapter: dict[str, Any] | str | None = start.adapter
+        if adapter is None and start.start is not None:
+            adapter = start.start.name
+        job = self._opener.open(
+            start.id,
+            start.name,
+            start.config,
+            data.examples,
+            data.validation,
             adapter=adapter,
-            checkpoint=checkpoint,
-            tenant=tenant,
-            model=model,
-            shard=shard,
+            checkpoint=start.checkpoint,
+            tenant=start.tenant,
+            model=start.model,
+            shard=start.shard,
             others=self.jobs,
         )
-        job.alone_until_step = alone_until_step
+        job.alone_until_step = start.alone_until_step
         self.jobs.add(job)
-        return job_id
-
-    def job(self, job_id: str) -> Job:
-        """JobError if there is none."""
-        return self.jobs.find(job_id)
-
-    def pause_job(self, job_id: str) -> None:
-        """Let it rest where it is; its pack goes, and is begun again later."""
-        self.jobs.pause(job_id)
-
-    def resume_job(self, job_id: str) -> None:
-        """The inverse."""
-        self.jobs.resume(job_id)
-
-    def cancel_job(self, job_id: str) -> None:
-        """End it at once; versions that it has published stay."""
-        self.jobs.cancel(job_id)
-
-    def checkpoint(self, job_id: str) -> Checkpoint:
-        """A copy of a job after its last whole optimizer step (of one that is over, without the optimizer's state)."""
-        return self.jobs.checkpoint(job_id)
-
-    def contribution(self, job_id: str) -> TakenCopy:
-        """What the other nodes of a job are to have, when its event says that it is due."""
-        return self.jobs.contribution(job_id)
-
-    def combine(self, job_id: str, combination: Combination) -> None:
-        """Have a job take in what its nodes have contributed, which `ReadContributions` has read."""
-        self.jobs.combine(job_id, combination)
-
-    def forget_job(self, job_id: str) -> None:
-        """Let go of a job that is over; versions that it has published stay."""
-        self.jobs.forget(job_id)
-
-    # -- the loop -------------------------------------------------------------------
-
-    def step(self) -> list[Event]:
-        """Plan, run, apply once; returns what came of it. Without work it does nothing."""
-        self.begin_step()
-        return self.finish_step()
-
-    def begin_step(self) -> bool:
-        """Plan, and have the device begin. Returns whether there is a step; `finish_step` is to follow.
-
-        Between the two, requests may be added, cancelled and stopped; nothing else may be asked, and nothing at all of
-        an engine that is recorded. A GPU, and a device in another process, work meanwhile; a CPU in this process has
-        done its work when this returns. Today nobody makes use of it: `step`, and with it the server, call one right
-        after the other, and what overlaps with steps is reading and writing files, in threads.
-        """
-        return self.loop.begin()
-
-    def finish_step(self) -> list[Event]:
-        """Wait for the device, and book what came of the step. Returns all events so far."""
-        self.loop.finish()
-        return self.outbox.take_all()
-
-    def flush_commands(self) -> None:
-        """Tell the device now what the next step would: where none is coming, or an unrecorded command follows."""
-        self.log.flush()

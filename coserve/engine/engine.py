@@ -18,7 +18,6 @@ from coserve.devices.settings import LoadProgress
 from coserve.devices.step_messages import TokenLogprob
 from coserve.engine.closing import HoldsDevice, closed_on_error
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
 from coserve.engine.device_opening import device_settings, open_device_of
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.jobs.training_data import Data, read_data
@@ -26,6 +25,7 @@ from coserve.engine.outbox import Event
 from coserve.engine.prompts import Prompt, end_tokens_of, load_tokenizer, tokens_of
 from coserve.engine.request import Chunk, FinishReason
 from coserve.engine.text import TextStream
+from coserve.engine.token_engine import TokenEngine
 from coserve.engine.vocabulary import TokenBytes
 from coserve.errors import JobError, RequestError
 from coserve.models.source import find_model
@@ -57,7 +57,7 @@ class Completion:
     stop_reason: str | int | None
 
 
-class Engine(EngineCore, HoldsDevice):
+class Engine(TokenEngine, HoldsDevice):
     """One model on one device, serving and fine-tuning, with text in and out. Not to be shared between threads."""
 
     def __init__(

@@ -81,7 +81,7 @@ class Grammars:
     # -- verbs ------------------------------------------------------------------------
 
     def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
-        """See `EngineCore.use_vocabulary`."""
+        """See `TokenEngine.use_vocabulary`."""
         vocabulary = Vocabulary(tuple(pieces), tuple(special), tuple(sorted(self._end_tokens)))
         self._device.execute(SetVocabulary(vocabulary))
         self.vocabulary = vocabulary

@@ -53,11 +53,11 @@ class Header(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, tag="step", frozen=True):
-    """A call of `EngineCore.step`."""
+    """A call of `TokenEngine.step`."""
 
 
 class AddTokens(msgspec.Struct, tag="add_tokens", frozen=True, kw_only=True):
-    """A call of `EngineCore.add_tokens`."""
+    """A call of `TokenEngine.add_tokens`."""
 
     prompt: list[int]
     params: SamplingParams
@@ -72,20 +72,20 @@ class AddTokens(msgspec.Struct, tag="add_tokens", frozen=True, kw_only=True):
 
 
 class UseVocabulary(msgspec.Struct, tag="use_vocabulary", frozen=True):
-    """A call of `EngineCore.use_vocabulary`."""
+    """A call of `TokenEngine.use_vocabulary`."""
 
     pieces: tuple[bytes, ...]
     special: tuple[int, ...]
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """A call of `EngineCore.cancel`."""
+    """A call of `TokenEngine.cancel`."""
 
     request: str
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
-    """A call of `EngineCore.stop`."""
+    """A call of `TokenEngine.stop`."""
 
     request: str
     index: int
@@ -93,30 +93,30 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
 
 
 class Hold(msgspec.Struct, tag="hold", frozen=True):
-    """A call of `EngineCore.hold`."""
+    """A call of `TokenEngine.hold`."""
 
     request: str
 
 
 class Arrive(msgspec.Struct, tag="arrive", frozen=True):
-    """A call of `EngineCore.arrive`."""
+    """A call of `TokenEngine.arrive`."""
 
     request: str
     blocks: ImportedBlocks | None
 
 
 class FlushCommands(msgspec.Struct, tag="flush_commands", frozen=True):
-    """A call of `EngineCore.flush_commands`, also where a command follows that recordings leave out."""
+    """A call of `TokenEngine.flush_commands`, also where a command follows that recordings leave out."""
 
 
 class SaveVersion(msgspec.Struct, tag="save_adapter", frozen=True):
-    """A call of `EngineCore.save_adapter`, which writes nothing when it is replayed."""
+    """A call of `TokenEngine.save_adapter`, which writes nothing when it is replayed."""
 
     label: str
 
 
 class FinishLoad(msgspec.Struct, tag="finish_load", frozen=True):
-    """A call of `EngineCore.finish_load`; key: of the version."""
+    """A call of `TokenEngine.finish_load`; key: of the version."""
 
     name: str
     key: str
@@ -124,7 +124,7 @@ class FinishLoad(msgspec.Struct, tag="finish_load", frozen=True):
 
 
 class LoadFiles(msgspec.Struct, tag="load_adapter", frozen=True):
-    """A call of `EngineCore.load_adapter`."""
+    """A call of `TokenEngine.load_adapter`."""
 
     name: str
     files: Files
@@ -132,7 +132,7 @@ class LoadFiles(msgspec.Struct, tag="load_adapter", frozen=True):
 
 
 class EnsureFiles(msgspec.Struct, tag="ensure_adapter", frozen=True):
-    """A call of `EngineCore.ensure_adapter`; there are no files if the engine has the adapter."""
+    """A call of `TokenEngine.ensure_adapter`; there are no files if the engine has the adapter."""
 
     name: str
     files: Files
@@ -140,13 +140,13 @@ class EnsureFiles(msgspec.Struct, tag="ensure_adapter", frozen=True):
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
-    """A call of `EngineCore.unload_adapter`."""
+    """A call of `TokenEngine.unload_adapter`."""
 
     name: str
 
 
 class SubmitExamples(msgspec.Struct, tag="submit_examples", frozen=True, kw_only=True):
-    """A call of `EngineCore.submit_examples`; checkpoint: its files."""
+    """A call of `TokenEngine.submit_examples`; checkpoint: its files."""
 
     examples: list[Example]
     config: TuningConfig
@@ -164,7 +164,7 @@ JobMethod = Literal["pause_job", "resume_job", "cancel_job", "forget_job", "chec
 
 
 class OnJob(msgspec.Struct, tag="on_job", frozen=True):
-    """A call of one of the methods of `EngineCore` that take a job's id alone."""
+    """A call of one of the methods of `TokenEngine` that take a job's id alone."""
 
     method: JobMethod
     job: str

@@ -13,7 +13,6 @@ from coserve.devices.base import Device
 from coserve.devices.messages import DeviceInfo
 from coserve.devices.replay import DamagedRecordingError, DivergedError, EndOfRecordingError, Lines, ReplayDevice
 from coserve.engine.command_log import LostCommandError
-from coserve.engine.core import EngineCore
 from coserve.engine.engine import Engine
 from coserve.engine.prompts import load_tokenizer
 from coserve.engine.recorded_lines import (
@@ -37,6 +36,7 @@ from coserve.engine.recorded_lines import (
     UseVocabulary,
 )
 from coserve.engine.served_adapters import AdapterLoad
+from coserve.engine.token_engine import TokenEngine
 from coserve.errors import CoserveError, DataError, ModelError
 from coserve.models.source import find_here, find_model
 
@@ -159,7 +159,7 @@ def _engine(header: Header, device: ReplayDevice) -> Engine:
     return Engine(device, header.config, tokenizer=tokenizer, end_tokens=header.end_tokens)
 
 
-def _ask_again(engine: EngineCore, line: Input, device: ReplayDevice) -> None:
+def _ask_again(engine: TokenEngine, line: Input, device: ReplayDevice) -> None:
     """Do what the engine was asked to do. Errors are as they were then: what they depend on is compared."""
     try:
         _ask(engine, line)
@@ -171,7 +171,7 @@ def _ask_again(engine: EngineCore, line: Input, device: ReplayDevice) -> None:
             raise
 
 
-def _ask(engine: EngineCore, line: Input) -> None:
+def _ask(engine: TokenEngine, line: Input) -> None:
     """Do what the engine was asked to do."""
     if isinstance(line, Step):
         engine.step()
@@ -210,7 +210,7 @@ def _ask(engine: EngineCore, line: Input) -> None:
         _ask_with_files(engine, line)
 
 
-def _ask_of_job(engine: EngineCore, line: OnJob) -> None:
+def _ask_of_job(engine: TokenEngine, line: OnJob) -> None:
     """Call the method of a job that the line names."""
     match line.method:
         case "pause_job":
@@ -225,7 +225,7 @@ def _ask_of_job(engine: EngineCore, line: OnJob) -> None:
             engine.checkpoint(line.job)
 
 
-def _ask_with_files(engine: EngineCore, line: LoadFiles | EnsureFiles | FinishLoad | SubmitExamples) -> None:
+def _ask_with_files(engine: TokenEngine, line: LoadFiles | EnsureFiles | FinishLoad | SubmitExamples) -> None:
     if isinstance(line, LoadFiles):
         with _directory(line.files) as directory:
             engine.load_adapter(line.name, str(directory), line.model)

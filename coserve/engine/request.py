@@ -77,7 +77,7 @@ class Request:
     ) -> None:
         """slo: what it is served by; asked_slo: what was asked for, which may be beyond the device. taken_time: what is
         taken of the engine's time. priority, batch_due_s: see `RequestView`. without_jobs: see
-        `EngineCore.add_tokens`. prefix_source: the sequence with the same prompt that runs first, so that this one
+        `TokenEngine.add_tokens`. prefix_source: the sequence with the same prompt that runs first, so that this one
         finds its pages. prefix_tenant: see `PrefixOwner`.
         """
         self.id, self.request, self.index, self.prefix_source = id, request, index, prefix_source

@@ -81,7 +81,7 @@ class Serving:
         batch_due_s: float | None = None,
         without_jobs: bool = False,
     ) -> None:
-        """Queue the sequences of a request; see `EngineCore.add_tokens`."""
+        """Queue the sequences of a request; see `TokenEngine.add_tokens`."""
         if name in self._queue:
             raise RequestError(f"there is a request {name!r} already")
         if not isinstance(params, SamplingParams):

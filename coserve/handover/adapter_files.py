@@ -6,8 +6,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from coserve.devices.messages import SaveAdapter
-from coserve.engine.core import EngineCore
 from coserve.engine.served_adapters import AdapterVersion
+from coserve.engine.token_engine import TokenEngine
 from coserve.handover.messages import AdapterFiles
 
 
@@ -25,7 +25,7 @@ class WrittenAdapters:
     removed.
     """
 
-    def __init__(self, engine: EngineCore, directory: Path) -> None:
+    def __init__(self, engine: TokenEngine, directory: Path) -> None:
         self._engine, self._directory, self._most = engine, directory, engine.config.max_adapters
         self._files: OrderedDict[str, AdapterFiles] = OrderedDict()
         self._num_written = 0

@@ -14,23 +14,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from coserve.engine.core import EngineCore
 from coserve.engine.outbox import Event
 from coserve.engine.records import HandoverStats
 from coserve.engine.request import Request
 from coserve.engine.request_queue import ImportedBlocks
+from coserve.engine.token_engine import TokenEngine
 from coserve.errors import CoserveError
 from coserve.handover.adapter_files import WrittenAdapters
-from coserve.handover.messages import (
-    Computed,
-    ComputePrompt,
-    Forget,
-    Hello,
-    Refused,
-    Rejected,
-    Welcome,
-    identity_of,
-)
+from coserve.handover.messages import Computed, ComputePrompt, Forget, Hello, Refused, Rejected, Welcome, identity_of
 from coserve.handover.transport import Transport
 
 _log = logging.getLogger(__name__)
@@ -58,7 +49,7 @@ class DecodeEnd:
 
     def __init__(
         self,
-        engine: EngineCore,
+        engine: TokenEngine,
         connect: Callable[[], Transport],
         directory: Path,
         *,

@@ -12,10 +12,10 @@ from typing import Any
 
 from coserve.devices.messages import ExportPages
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.core import EngineCore
 from coserve.engine.outbox import Event
 from coserve.engine.records import HandoverStats
 from coserve.engine.request import Chunk
+from coserve.engine.token_engine import TokenEngine
 from coserve.errors import AdapterError, CoserveError
 from coserve.handover.adapter_files import digest_of
 from coserve.handover.messages import (
@@ -63,7 +63,7 @@ class PrefillEnd:
 
     def __init__(
         self,
-        engine: EngineCore,
+        engine: TokenEngine,
         accept: Callable[[], list[Transport]],
         *,
         listens_on: Sequence[int] = (),

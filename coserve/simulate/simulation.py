@@ -8,8 +8,8 @@ from random import Random
 import msgspec
 
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.core import EngineCore
 from coserve.engine.outbox import Event
+from coserve.engine.token_engine import TokenEngine
 from coserve.scheduling.slo import Slo
 from coserve.simulate.modelled_device import ModelledDevice
 
@@ -47,7 +47,7 @@ def _greedy(num_output_tokens: int) -> SamplingParams:
 class Simulation:
     """An engine core on a `ModelledDevice`, and the arrivals that it is to serve."""
 
-    def __init__(self, engine: EngineCore, arrivals: Iterable[Arrival], *, seed: int = 0) -> None:
+    def __init__(self, engine: TokenEngine, arrivals: Iterable[Arrival], *, seed: int = 0) -> None:
         """seed: of the prompts' tokens, which no two requests share."""
         assert isinstance(engine.device, ModelledDevice)
         self.engine, self._clock = engine, engine.device.clock

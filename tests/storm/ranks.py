@@ -32,12 +32,12 @@ from coserve.adapters import LoraConfig
 from coserve.devices.group_device import GroupDevice
 from coserve.devices.loading import open_device
 from coserve.devices.messages import DescribeRanks
-from coserve.engine.checkpoint import Checkpoint
 from coserve.engine.command_log import LostCommandError
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
+from coserve.engine.jobs.checkpoint import Checkpoint
 from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
+from coserve.engine.token_engine import TokenEngine
 from coserve.errors import CoserveError, DeviceGoneError
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.simulate.roofline import roofline_profile
@@ -198,7 +198,7 @@ class RankStorm:
         self._device = GroupDevice(given, start=starter(directory))
         config = EngineConfig(block_tokens=BLOCK, tpot_s=1.0, max_step_rows=self._random.choice((40, 2048)))
         latency = FixedLatency(roofline_profile(backbone, FAST))
-        self._engine = EngineCore(self._device, latency, config)
+        self._engine = TokenEngine(self._device, latency, config)
         if self._policy_seed is not None and not self._is_calm:
             self._engine.policy = random_policy(self._policy_seed + self._num_groups)
 
@@ -450,7 +450,7 @@ def _kinds_of(what: str) -> tuple[str, ...]:
     return (*_TAKE_MEMORY, "WriteCheckpoint", "OpenRequest", "CloseRequest", "DropPack", "DropVersion", "MovePages")
 
 
-def _submit(engine: EngineCore, id: str, kind: str, checkpoint: Path | None = None) -> None:
+def _submit(engine: TokenEngine, id: str, kind: str, checkpoint: Path | None = None) -> None:
     validation = examples_of((4, 8), 2) if kind == "validated" else ()
     engine.submit_examples(
         _EXAMPLES,
@@ -472,7 +472,7 @@ def _reference(kind: str) -> dict[str, Any]:
     """Return what one process learns, undisturbed."""
     device = open_device(settings(1))
     latency = FixedLatency(roofline_profile(make_backbone("llama"), FAST))
-    engine = EngineCore(device, latency, EngineConfig(block_tokens=BLOCK, tpot_s=1.0))
+    engine = TokenEngine(device, latency, EngineConfig(block_tokens=BLOCK, tpot_s=1.0))
     _submit(engine, "job", kind)
     while engine.has_work:
         engine.step()

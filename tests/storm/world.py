@@ -21,12 +21,12 @@ from coserve.adapters import LoraConfig
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.command_log import LostCommandError
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
 from coserve.engine.jobs.checkpoint import Checkpoint
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
 from coserve.engine.served_adapters import AdapterLoad
+from coserve.engine.token_engine import TokenEngine
 from coserve.errors import CoserveError, DeviceGoneError
 from coserve.models import Backbone
 from coserve.models.backbone import build_backbone
@@ -179,7 +179,7 @@ class World:
             max_adapters=setting.max_adapters,
         )
         latency = LatencyModel(profile(setting.expected_hardware))
-        self.engine = EngineCore(self.device, latency, config, end_tokens=END_TOKENS)
+        self.engine = TokenEngine(self.device, latency, config, end_tokens=END_TOKENS)
         if setting.policy == ANY_PLAN:
             self.engine.policy = random_policy(self.rng.randrange(1 << 30))
 

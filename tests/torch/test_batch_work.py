@@ -9,8 +9,8 @@ from engines import assert_nothing_is_held, drain, expected_tokens, greedy, make
 from coserve.adapters import LoraConfig
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
 from coserve.engine.request import Chunk
+from coserve.engine.token_engine import TokenEngine
 from coserve.models import load_backbone
 from coserve.scheduling import LatencyModel
 from coserve.simulate.hardware import Hardware
@@ -32,12 +32,12 @@ def simulate(
     due_s: float = 1e6,
     num_pages: int = 4000,
     **config: Any,
-) -> tuple[EngineCore, Counter[str]]:
+) -> tuple[TokenEngine, Counter[str]]:
     """The engine after some seconds of requests every `1 / rate`, and the tokens by kind of request."""
     backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
     profile = roofline_profile(backbone, CPU)
     device = ModelledDevice(backbone, profile, num_pages=num_pages)
-    engine = EngineCore(device, LatencyModel(profile), EngineConfig(**config))
+    engine = TokenEngine(device, LatencyModel(profile), EngineConfig(**config))
     for _ in range(num_jobs):
         example = Example(tokens=(1,) * 256, trained=(True,) * 256)
         engine.submit_examples(
@@ -59,18 +59,18 @@ def simulate(
     return engine, tokens
 
 
-def engine_with_job(num_pages: int = 4000) -> EngineCore:
+def engine_with_job(num_pages: int = 4000) -> TokenEngine:
     """Return a simulated engine with a job."""
     backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
     profile = roofline_profile(backbone, CPU)
     device = ModelledDevice(backbone, profile, num_pages=num_pages)
-    engine = EngineCore(device, LatencyModel(profile), EngineConfig())
+    engine = TokenEngine(device, LatencyModel(profile), EngineConfig())
     example = Example(tokens=(1,) * 256, trained=(True,) * 256)
     engine.submit_examples([example] * 64, TuningConfig(num_epochs=1000), adapter=LoraConfig(r=16))
     return engine
 
 
-def attained(engine: EngineCore) -> float:
+def attained(engine: TokenEngine) -> float:
     return sum(record.attained for record in engine.records) / len(engine.records)
 
 
@@ -158,7 +158,7 @@ def test_no_step_works_for_a_job_while_a_request_runs_that_is_to_be_without():
     assert engine.stats().num_tokens_trained > before, "then the job continues"
 
 
-def finish_steps(engine: EngineCore, requests: set[str], *, max_steps: int) -> dict[str, int]:
+def finish_steps(engine: TokenEngine, requests: set[str], *, max_steps: int) -> dict[str, int]:
     """Step until these requests have ended; returns each one's number of steps, of those that did."""
     ended: dict[str, int] = {}
     for step in range(max_steps):
@@ -170,7 +170,7 @@ def finish_steps(engine: EngineCore, requests: set[str], *, max_steps: int) -> d
     return ended
 
 
-def engine_with_full_pool() -> tuple[EngineCore, int]:
+def engine_with_full_pool() -> tuple[TokenEngine, int]:
     """Return an engine whose pool a job's pack nearly fills, and the pages that are free beside it."""
     engine = engine_with_job(num_pages=900)
     while engine.pages.num_available > 100:

@@ -11,9 +11,9 @@ from simulated import A100, CPU, GPU, PACK_TOKENS, backbone_of, chats, harvest, 
 
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
 from coserve.engine.records import RequestRecord
 from coserve.engine.request import Chunk
+from coserve.engine.token_engine import TokenEngine
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.profile import Curve
 from coserve.scheduling.slo import LEAST_DEFAULT_TPOT_S, Slo
@@ -23,7 +23,7 @@ from coserve.simulate.simulation import Arrival, Simulation
 pytestmark = pytest.mark.long
 
 
-def attained(engine: EngineCore, most_tokens: int = 10_000) -> float:
+def attained(engine: TokenEngine, most_tokens: int = 10_000) -> float:
     """Share of the requests with no more tokens than this whose SLO was held."""
     records = [record for record in engine.records if record.num_output_tokens <= most_tokens]
     return sum(record.attained for record in records) / len(records)
@@ -70,7 +70,7 @@ def test_a_default_follows_the_device_until_one_is_set():
         predicted, forward=Curve(rows=predicted.forward.rows, seconds=tuple([2 * s for s in predicted.forward.seconds]))
     )
     device = ModelledDevice(backbone_of("llama-3.1-8b"), predicted, num_pages=1000, latency=LatencyModel(slower))
-    engine = EngineCore(device, LatencyModel(predicted), EngineConfig())
+    engine = TokenEngine(device, LatencyModel(predicted), EngineConfig())
 
     def run() -> RequestRecord:
         engine.add_tokens([1], SamplingParams(max_tokens=200))
@@ -178,7 +178,7 @@ def test_packs_are_not_begun_in_vain():
     assert engine.stats().num_packs_dropped <= 2
 
 
-def finish_one_request(engine: EngineCore, prompt: list[int], **params: Any) -> int:
+def finish_one_request(engine: TokenEngine, prompt: list[int], **params: Any) -> int:
     """How many of its tokens were found in the cache."""
     name = engine.add_tokens(prompt, SamplingParams(temperature=0.0, **params))
     num_cached = 0

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from coserve.adapters import LoraConfig
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
+from coserve.engine.token_engine import TokenEngine
 from coserve.models import load_backbone
 from coserve.scheduling import JobView, LatencyModel, Plan, RequestView, View, make_policy
 from coserve.scheduling.deadlines import due_at_s
@@ -168,7 +168,7 @@ def harvest(*speeds: float, divides: bool) -> tuple[float, int]:
     backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
     device = ModelledDevice(backbone, make_profile(*speeds), num_pages=4000)
     config = EngineConfig(tpot_s=0.2, policy_settings={"divides": divides})
-    engine = EngineCore(device, LatencyModel(make_profile(0.6, 0.56)), config)
+    engine = TokenEngine(device, LatencyModel(make_profile(0.6, 0.56)), config)
     example = Example(tokens=(1,) * 256, trained=(True,) * 256)
     engine.submit_examples(
         [example] * 64, TuningConfig(num_epochs=100_000), adapter=LoraConfig(r=16, target_modules="all-linear")

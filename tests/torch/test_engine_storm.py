@@ -37,9 +37,9 @@ from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.step_messages import RequestRows, StepBatch, StepFailure, StepResult
 from coserve.devices.torch_device import TorchDevice
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.request import Chunk
+from coserve.engine.token_engine import TokenEngine
 from coserve.errors import CoserveError
 from coserve.scheduling.profile import Profile
 from coserve.simulate.modelled_device import ModelledDevice
@@ -176,7 +176,7 @@ class Storm:
         self.failing = FailingDevice(device, self.rng)
         self.device = WatchedDevice(self.failing, clock)
         config = EngineConfig(block_tokens=BLOCK, tpot_s=1.0, **settings)
-        self.engine = EngineCore(self.device, FixedLatency(_profile()), config)
+        self.engine = TokenEngine(self.device, FixedLatency(_profile()), config)
         if anyhow:
             self.engine.policy = random_policy(seed)
         self.asked: dict[str, tuple[list[int], SamplingParams, str | None]] = {}

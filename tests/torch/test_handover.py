@@ -35,13 +35,13 @@ from coserve.devices.messages import ImportPages
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.command_log import LostCommandError
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
 from coserve.engine.engine import Engine
 from coserve.engine.outbox import Event
 from coserve.engine.recorded_lines import read_recording
 from coserve.engine.recording import record
 from coserve.engine.replay import replay
 from coserve.engine.request import Chunk
+from coserve.engine.token_engine import TokenEngine
 from coserve.errors import CoserveError, DeviceMemoryError
 from coserve.handover.decode import DecodeEnd
 from coserve.handover.messages import ComputePrompt, Forget
@@ -151,11 +151,11 @@ def pair(tmp_path: Path) -> Pair:
     return Pair(tmp_path, make_engine(), make_engine())
 
 
-def num_rows_run(engine: EngineCore) -> int:
+def num_rows_run(engine: TokenEngine) -> int:
     return sum(len(rows.tokens) for batch in watched(engine).batches for rows in batch.requests)
 
 
-def imported(engine: EngineCore) -> int:
+def imported(engine: TokenEngine) -> int:
     commands = watched(engine).commands
     return sum(len(command.pages) for command in commands if isinstance(command, ImportPages))
 

@@ -4,7 +4,7 @@ import pytest
 
 from coserve.adapters import LoraConfig
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
+from coserve.engine.token_engine import TokenEngine
 from coserve.jobs.estimate import seconds_alone
 from coserve.models import load_backbone
 from coserve.scheduling.latency import LatencyModel
@@ -31,7 +31,7 @@ def test_it_is_what_the_engine_takes(hardware, number, length, epochs, batch_siz
     examples = [Example(tokens=(5,) * length, trained=marks)] * number
     config = TuningConfig(num_epochs=epochs, batch_size=batch_size)
     device = ModelledDevice(backbone, profile, num_pages=4000)
-    engine = EngineCore(device, LatencyModel(profile), EngineConfig())
+    engine = TokenEngine(device, LatencyModel(profile), EngineConfig())
     engine.submit_examples(examples, config, adapter=LoraConfig(r=16, alpha=32, target_modules="all-linear"))
     for _ in Simulation(engine, []).run(1e6):
         pass

@@ -9,7 +9,7 @@ import pytest
 
 from coserve.adapters import LoraConfig
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
+from coserve.engine.token_engine import TokenEngine
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.history import StepView
@@ -69,7 +69,7 @@ def outcome(policy: str, rate: float = LIGHT, *, num_units: int = 1, **settings:
     """What a policy makes of a job and of requests that come at random, on a device of as many units."""
     device = ModelledDevice(_backbone(), _profile(num_units), num_pages=16_000)
     config = EngineConfig(policy=policy, policy_settings=settings, ttft_s=5.0)
-    engine = EngineCore(device, LatencyModel(_profile(num_units)), config)
+    engine = TokenEngine(device, LatencyModel(_profile(num_units)), config)
     data = [Example(tokens=(1,) * 256, trained=(True,) * 256)] * 64
     tuning = TuningConfig(num_epochs=100_000, batch_size=16, max_pack_tokens=4096)
     engine.submit_examples(data, tuning, adapter=LoraConfig(r=16, target_modules="all-linear"))

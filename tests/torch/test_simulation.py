@@ -11,9 +11,9 @@ import pytest
 
 from coserve.adapters import LoraConfig
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
 from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
+from coserve.engine.token_engine import TokenEngine
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel, View
 from coserve.scheduling.policies.slack import MOST_ARRIVAL_SHARE, Slack
@@ -60,11 +60,11 @@ def make_engine(
     seed: int = 0,
     num_pages: int = 4000,
     **config: float,
-) -> EngineCore:
+) -> TokenEngine:
     """expected: the hardware that the latency model takes it for."""
     device = ModelledDevice(_backbone(), make_profile(hardware), num_pages=num_pages, noise=noise, seed=seed)
     latency = LatencyModel(make_profile(expected or hardware))
-    engine = EngineCore(device, latency, EngineConfig(policy=policy, **config))  # type: ignore[arg-type]
+    engine = TokenEngine(device, latency, EngineConfig(policy=policy, **config))  # type: ignore[arg-type]
     for _ in range(num_jobs):
         engine.submit_examples(examples(length=length), ENDLESS, adapter=ALL)
     return engine
@@ -83,13 +83,13 @@ def poisson(rate: float, seconds: float, *, seed: int = 0, start_s: float = 0.0)
 
 
 def run(
-    engine: EngineCore, arrivals: list[Arrival], until_s: float, *, seed: int = 0
+    engine: TokenEngine, arrivals: list[Arrival], until_s: float, *, seed: int = 0
 ) -> tuple[list[Snapshot], list[Event]]:
     events: list[Event] = []
     return list(Simulation(engine, arrivals, seed=seed).run(until_s, on_event=events.append)), events
 
 
-def arrival_wait_s(engine: EngineCore) -> float:
+def arrival_wait_s(engine: TokenEngine) -> float:
     """What a request that arrives in an idle moment waits for the step that runs."""
     return Slack().arrival_wait_s(View(now_s=0.0, ttft_s=engine.slo.ttft_s), engine.slo.tpot_s)
 

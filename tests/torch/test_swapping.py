@@ -35,12 +35,12 @@ from coserve.devices.settings import DeviceSettings
 from coserve.devices.step_messages import StepFailure
 from coserve.devices.swap_messages import SwapIn, SwapOut
 from coserve.engine.config import EngineConfig
-from coserve.engine.core import EngineCore
 from coserve.engine.engine import Engine
 from coserve.engine.recorded_lines import read_recording
 from coserve.engine.recording import record
 from coserve.engine.replay import replay
 from coserve.engine.request import Chunk
+from coserve.engine.token_engine import TokenEngine
 from coserve.errors import BudgetError
 from coserve.memory.host_pages import HostPages
 from coserve.memory.paged_kv import PagedKv, kv_page_bytes
@@ -66,7 +66,7 @@ def swapping_engine(name: str = "llama", *, num_pages: int = 24, num_host_pages:
     return make_engine(name, num_pages=num_pages, num_host_pages=num_host_pages, **settings)
 
 
-def num_rows_run(engine: EngineCore) -> int:
+def num_rows_run(engine: TokenEngine) -> int:
     return sum(len(rows.tokens) for batch in watched(engine).batches for rows in batch.requests)
 
 
@@ -135,7 +135,7 @@ def test_tokens_are_the_same_under_any_plan(seed, num_host_pages):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_answers_are_the_same_bit_for_bit(dtype):
-    def answers(**settings: Any) -> tuple[Any, EngineCore]:
+    def answers(**settings: Any) -> tuple[Any, TokenEngine]:
         engine = make_engine(dtype=dtype, deterministic=True, hardware=FAST_BUS, **settings)
         for prompt in prompts_of(LENGTHS):
             engine.add(prompt, greedy(NUM_TOKENS, logprobs=2))
@@ -210,7 +210,7 @@ def test_host_memory_that_holds_no_page_is_refused():
 # -- endings and failures -------------------------------------------------------------------
 
 
-def swapped_out(engine: EngineCore) -> list[str]:
+def swapped_out(engine: TokenEngine) -> list[str]:
     """Step until something lies on the host; the requests that wait for it."""
     for prompt in prompts_of((40, 40, 40, 40)):
         engine.add_tokens(prompt, greedy(30))
@@ -363,7 +363,7 @@ def test_a_recording_with_copies_is_run_again(recording, kind):
 # -- in simulated time ------------------------------------------------------------------------
 
 
-def simulated(num_host_pages: int, *, num_pages: int, seed: int) -> tuple[float, int, EngineCore]:
+def simulated(num_host_pages: int, *, num_pages: int, seed: int) -> tuple[float, int, TokenEngine]:
     """More long prompts at once than there is room for: seconds until all are answered, and rows that were run."""
     backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
     profile = roofline_profile(backbone, A100)
@@ -375,7 +375,7 @@ def simulated(num_host_pages: int, *, num_pages: int, seed: int) -> tuple[float,
         submit(batch)
 
     modelled.submit = counting_submit  # type: ignore[method-assign]
-    engine = EngineCore(modelled, LatencyModel(profile), EngineConfig(ttft_s=100.0, tpot_s=1.0))
+    engine = TokenEngine(modelled, LatencyModel(profile), EngineConfig(ttft_s=100.0, tpot_s=1.0))
     rng = Random(seed)
     arrivals = [
         Arrival(at_s=0.05 * number, num_prompt_tokens=rng.randint(500, 1500), num_output_tokens=rng.randint(200, 600))

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from simulated import GPU, chats, harvest, make_engine, submit
 
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.core import EngineCore
 from coserve.engine.records import RequestRecord
 from coserve.engine.request import Chunk
+from coserve.engine.token_engine import TokenEngine
 from coserve.scheduling.shared_memory import MAX_LEAD_S
 from coserve.scheduling.slo import Slo
 from coserve.simulate.simulation import Arrival, Simulation
@@ -22,7 +22,7 @@ from coserve.simulate.simulation import Arrival, Simulation
 MODEL, SECONDS = "qwen2.5-0.5b", 12.0
 
 
-def engine_of(policy: str = "slack", **config: object) -> EngineCore:
+def engine_of(policy: str = "slack", **config: object) -> TokenEngine:
     return make_engine(MODEL, GPU, num_pages=4000, num_jobs=0, policy=policy, **config)
 
 
@@ -35,7 +35,7 @@ def streams(tenant: str, interval_s: float = 0.5) -> list[Arrival]:
 
 
 def simulate(
-    engine: EngineCore, arrivals: list[Arrival], seconds: float = SECONDS, *, host_s: float = 0.0
+    engine: TokenEngine, arrivals: list[Arrival], seconds: float = SECONDS, *, host_s: float = 0.0
 ) -> list[RequestRecord]:
     """Return the requests of 32 tokens, which are tenant b's; host_s: what sending a token takes between two steps."""
     for _ in Simulation(engine, sorted(arrivals, key=lambda each: each.at_s)).run(seconds):
@@ -44,25 +44,25 @@ def simulate(
     return [record for record in engine.records if record.num_output_tokens == 32]
 
 
-def rows_of(engine: EngineCore, tenant: str) -> float:
+def rows_of(engine: TokenEngine, tenant: str) -> float:
     return sum(job.num_rows_run for job in engine.jobs.values() if job.tenant == tenant)
 
 
-def long_prompts(engine: EngineCore) -> list[Arrival]:
+def long_prompts(engine: TokenEngine) -> list[Arrival]:
     return [
         Arrival(at_s=1.0 + 0.02 * index, num_prompt_tokens=1400, num_output_tokens=64, tenant="a")
         for index in range(500)
     ]
 
 
-def many_samples(engine: EngineCore) -> list[Arrival]:
+def many_samples(engine: TokenEngine) -> list[Arrival]:
     return [
         Arrival(at_s=1.0 + 4.0 * (index // 1000), num_prompt_tokens=30, num_output_tokens=128, tenant="a")
         for index in range(3000)
     ]
 
 
-def tight_slos(engine: EngineCore, tight: float = 1.2) -> list[Arrival]:
+def tight_slos(engine: TokenEngine, tight: float = 1.2) -> list[Arrival]:
     slo = Slo(ttft_s=1.0, tpot_s=tight * engine.latency.decode_s(num_requests=32, context=300))
     return [
         Arrival(at_s=1.0 + 2.0 * (index // 32), num_prompt_tokens=30, num_output_tokens=512, slo=slo, tenant="a")
@@ -72,7 +72,7 @@ def tight_slos(engine: EngineCore, tight: float = 1.2) -> list[Arrival]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("attack", [long_prompts, many_samples, tight_slos])
-def test_a_tenant_keeps_its_share_beside_a_flood(attack: Callable[[EngineCore], list[Arrival]]):
+def test_a_tenant_keeps_its_share_beside_a_flood(attack: Callable[[TokenEngine], list[Arrival]]):
     """Requests that hold their SLOs, first tokens no later than twice what they take alone, and its job."""
     alone, beside = engine_of(), engine_of()
     for engine in (alone, beside):
@@ -117,7 +117,7 @@ def test_jobs_of_two_tenants_alone_train_as_fast_as_those_of_one(pack_tokens: in
 NUM_SLOTS, MAX_STEPS = 4, 1000
 
 
-def serve_backlog(engine: EngineCore, weights: dict[str, float]) -> tuple[list[dict[str, float]], float]:
+def serve_backlog(engine: TokenEngine, weights: dict[str, float]) -> tuple[list[dict[str, float]], float]:
     """Return the weighted seconds that each tenant was served after every step while all have requests waiting, and the
     seconds of the longest step. Charged seconds are added up here, since counters that lag too far are lifted.
     """
@@ -139,7 +139,7 @@ def serve_backlog(engine: EngineCore, weights: dict[str, float]) -> tuple[list[d
     return moments, longest_s
 
 
-def under_way_s(engine: EngineCore, prompt: int, output: int) -> float:
+def under_way_s(engine: TokenEngine, prompt: int, output: int) -> float:
     """Return at least what requests of this shape take that fill all slots, from their prompts to their ends: rows that
     decode cost their part of a step, beside whatever else is in it.
     """
@@ -206,7 +206,7 @@ def rows_alone() -> float:
     return rows_of(engine, "tunes")
 
 
-def add_lines(engine: EngineCore, tenant: str, number: int, due_s: float) -> None:
+def add_lines(engine: TokenEngine, tenant: str, number: int, due_s: float) -> None:
     """Queue lines of a batch."""
     params = SamplingParams(max_tokens=60, temperature=0.0)
     for index in range(number):

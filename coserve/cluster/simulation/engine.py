@@ -8,10 +8,10 @@ from coserve.adapters.methods.lora import LoraConfig
 from coserve.cluster.simulation.node import Progress, Said
 from coserve.cluster.view import NodeProfile, NodeView, Placed, Task
 from coserve.devices.sampling_params import SamplingParams
-from coserve.engine.core import EngineCore
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
+from coserve.engine.token_engine import TokenEngine
 from coserve.protocol.messages import STATS_S
 from coserve.scheduling.slo import Slo
 from coserve.simulate.modelled_device import ModelledDevice
@@ -34,7 +34,7 @@ class EngineNode:
 
     num_stages = 1
 
-    def __init__(self, name: str, engine: EngineCore, profile: NodeProfile, *, hardware: str = "") -> None:
+    def __init__(self, name: str, engine: TokenEngine, profile: NodeProfile, *, hardware: str = "") -> None:
         assert isinstance(engine.device, ModelledDevice)
         self.id, self.profile, self.engine = name, profile, engine
         self._clock, self._hardware = engine.device.clock, hardware

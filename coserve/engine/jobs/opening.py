@@ -65,8 +65,8 @@ class JobOpener:
         shard: Shard | None,
         others: Mapping[str, Job],
     ) -> Job:
-        """Return a job that is to run; arguments and errors as of `EngineCore.submit_examples`. others: jobs that there
-        are.
+        """Return a job that is to run; arguments and errors as of `TokenEngine.submit_examples`. others: jobs that
+        there are.
         """
         if job_id in others:
             raise JobError(f"there is a job {job_id!r} already")
@@ -85,7 +85,7 @@ class JobOpener:
             job=job_id,
             config=config,
             mean_context_len=sum(length**2 for each in examples for length in each.lengths) / num_tokens / 2,
-            adapter=None if adapter is None or isinstance(adapter, str) else _fields_of(adapter),
+            adapter=None if adapter is None or isinstance(adapter, str) else fields_of(adapter),
             version=_version_of(adapter, model, self._adapters.versions) if checkpoint is None else None,
             checkpoint=None if checkpoint is None else str(checkpoint),
             model=path,
@@ -125,7 +125,7 @@ class JobOpener:
         return job
 
 
-def _fields_of(adapter: Any) -> dict[str, Any]:
+def fields_of(adapter: Any) -> dict[str, Any]:
     """Return the fields that PEFT's file would have; AdapterError if it is no adapter's configuration, coserve's or
     PEFT's own.
     """

@@ -1,0 +1,273 @@
+"""The engine without text as a library: each method is one command, which `EngineCore` handles."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coserve.devices.sampling_params import SamplingParams
+from coserve.engine.commands import (
+    AdapterRef,
+    AddRequest,
+    CancelJob,
+    CancelRequest,
+    CombineJob,
+    CopyCheckpoint,
+    CopyContribution,
+    DeliverBlocks,
+    FlushCommands,
+    ForgetJob,
+    HoldRequest,
+    JobExamples,
+    JobStart,
+    LoadAdapter,
+    PauseJob,
+    ResumeJob,
+    SaveVersion,
+    StartJob,
+    Step,
+    StopSequence,
+    UnloadAdapter,
+    UseVocabulary,
+)
+from coserve.engine.core import EngineCore
+from coserve.engine.jobs.checkpoint import Checkpoint, TakenCopy
+from coserve.engine.jobs.job import Job
+from coserve.engine.jobs.opening import PeftFields, fields_of
+from coserve.engine.outbox import Event
+from coserve.engine.request_queue import ImportedBlocks
+from coserve.engine.served_adapters import AdapterLoad, AdapterVersion
+from coserve.scheduling.slo import Slo
+from coserve.tuning.config import TuningConfig
+from coserve.tuning.examples import Example
+from coserve.tuning.shard import Combination, Shard
+
+# A command for whose reply no server waits.
+_NO_CALL = 0
+
+
+class TokenEngine(EngineCore):
+    """Requests of token ids are added, jobs and adapters are started and ended; `step` runs them."""
+
+    # -- requests -------------------------------------------------------------------
+
+    def add_tokens(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        adapter: str | None = None,
+        slo: Slo | None = None,
+        request_id: str | None = None,
+        arrival_s: float | None = None,
+        tenant: str = "",
+        priority: int = 0,
+        batch_due_s: float | None = None,
+        without_jobs: bool = False,
+    ) -> str:
+        """Queue a request; its chunks come out of `step`. Returns its name.
+
+        Args:
+            adapter: a name (its newest version as of now) or `name@step`; None: the bare model.
+            priority: lowest first.
+            arrival_s: time of arrival, if that was before now.
+            tenant: its owner.
+            without_jobs: no job steps beside it.
+            batch_due_s: time at which batch work should be done, which runs in what requests leave over and has no SLO.
+
+        Raises:
+            RequestError: it could never be served. AdapterError: there is no such adapter.
+        """
+        name = request_id if request_id is not None else f"request-{next(self._numbers)}"
+        ref = None if adapter is None else AdapterRef(name=adapter)
+        self.handle(
+            AddRequest(
+                id=name,
+                prompt=prompt,
+                params=params,
+                adapter=ref,
+                slo=slo,
+                arrival_s=arrival_s,
+                tenant=tenant,
+                priority=priority,
+                batch_due_s=batch_due_s,
+                without_jobs=without_jobs,
+            )
+        )
+        return name
+
+    def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
+        """Say what tokens stand for, before the first request with a grammar; see `Vocabulary`. RequestError if the
+        device has no library for grammars.
+        """
+        self.handle(UseVocabulary(pieces, special))
+
+    def cancel(self, request: str) -> bool:
+        """End a request at once; its last chunks come with the next step. Returns whether it was there."""
+        return bool(self.handle(CancelRequest(request)))
+
+    def stop(self, request: str, index: int, num_tokens: int) -> bool:
+        """End one sequence of a request whose first `num_tokens` tokens turned out to be all that is wanted of it; its
+        last chunk, without tokens, comes with the next step. Returns whether it was there.
+        """
+        return bool(self.handle(StopSequence(request, index, num_tokens)))
+
+    def hold(self, request: str) -> None:
+        """Keep a request that waits from starting before `arrive`: another instance computes its prompt
+        (`coserve.handover`).
+        """
+        self.handle(HoldRequest(request))
+
+    def arrive(self, request: str, blocks: ImportedBlocks | None) -> None:
+        """Deliver the handed-over blocks of a held request; None means that the handover failed, and the prompt is
+        computed here. The file must exist until the request is admitted. No error if the request has ended.
+        """
+        self.handle(DeliverBlocks(request, blocks))
+
+    # -- adapters -------------------------------------------------------------------
+
+    def load_adapter(self, name: str, directory: str, model: str = "") -> AdapterVersion:
+        """Serve an adapter in PEFT's format as `name`; AdapterError if there is one already, or for its files. model:
+        that it is of, one of the config's `trainable_models`: then it can be trained further, not served.
+        """
+        ref = AdapterRef(name=name, directory=directory)
+        version: AdapterVersion = self.handle(LoadAdapter(_NO_CALL, ref, model=model, stays=True))
+        return version
+
+    def ensure_adapter(self, name: str, directory: str, model: str = "") -> None:
+        """Have an adapter that lies on disk on the device, too; it may be evicted when others are used instead.
+
+        Raises:
+            AdapterError: it cannot be loaded. JobError: there is no such model.
+        """
+        self.handle(LoadAdapter(_NO_CALL, AdapterRef(name=name, directory=directory), model=model))
+
+    def finish_load(self, load: AdapterLoad) -> None:
+        """Serve what `begin_load` began, and a thread has read."""
+        self.handle(LoadAdapter(_NO_CALL, AdapterRef(name=load.name, directory=load.directory)), load)
+
+    def unload_adapter(self, name: str) -> None:
+        """Withdraw an adapter: no new request finds it; those that use it run to their end. AdapterError if there is
+        none of that name.
+        """
+        if name not in self.versions:
+            self.versions.resolve(name)
+        self.handle(UnloadAdapter(_NO_CALL, name))
+
+    def save_adapter(self, label: str, directory: str | Path) -> None:
+        """Write a version (`name` or `name@step`) in PEFT's format."""
+        self.handle(SaveVersion(label, str(directory)))
+
+    # -- jobs -----------------------------------------------------------------------
+
+    def submit_examples(
+        self,
+        examples: Sequence[Example],
+        config: TuningConfig,
+        *,
+        adapter: PeftFields | Mapping[str, Any] | str | None = None,
+        name: str | None = None,
+        validation: Sequence[Example] = (),
+        job_id: str | None = None,
+        checkpoint: str | Path | None = None,
+        tenant: str = "",
+        alone_until_step: int = 0,
+        model: str = "",
+        shard: Shard | None = None,
+    ) -> str:
+        """Start a job, or resume one; its events come out of `step`. Returns its id.
+
+        Args:
+            adapter: a fresh one of this kind (or the fields of PEFT's adapter_config.json), or the label of one to
+                continue training.
+            name: of the adapter that it publishes (default: the job's id).
+            checkpoint: a directory that `Checkpoint.write` made of the same job, with the same data, configuration and
+                `adapter` (which need not be said where PEFT's directory says all of it, as of LoRA).
+            tenant: whose it is, for policies that share the device among tenants.
+            alone_until_step: until this optimizer step no step of the engine works for another job as well, so that
+                what it dies of is known.
+            model: that it trains, one of the config's `trainable_models`; "" for the one that serves. The adapter that
+                comes of it cannot be served here: it is saved, and served with its own model.
+            shard: this is one node's part of it, and the caller brings it together with the others.
+
+        Raises:
+            JobError, AdapterError, ModelError: it could never be run, or the checkpoint is another job's; the message
+                says what would be right.
+        """
+        job_id = job_id if job_id is not None else f"job-{next(self._numbers)}"
+        is_label = isinstance(adapter, str)
+        start = JobStart(
+            id=job_id,
+            name=name if name is not None else job_id,
+            config=config,
+            adapter=None if adapter is None or is_label else fields_of(adapter),
+            start=AdapterRef(name=adapter) if isinstance(adapter, str) else None,
+            checkpoint=None if checkpoint is None else str(checkpoint),
+            tenant=tenant,
+            alone_until_step=alone_until_step,
+            model=model,
+            shard=shard,
+        )
+        self.handle(StartJob(_NO_CALL, start), JobExamples(examples=examples, validation=validation))
+        return job_id
+
+    def job(self, job_id: str) -> Job:
+        """Return a job; JobError if there is none."""
+        return self.jobs.find(job_id)
+
+    def pause_job(self, job_id: str) -> None:
+        """Pause a job; its current pack is discarded and begun again on resume."""
+        self.handle(PauseJob(_NO_CALL, job_id))
+
+    def resume_job(self, job_id: str) -> None:
+        """Resume a paused job."""
+        self.handle(ResumeJob(_NO_CALL, job_id))
+
+    def cancel_job(self, job_id: str) -> None:
+        """End a job at once; versions that it has published stay."""
+        self.handle(CancelJob(_NO_CALL, job_id))
+
+    def checkpoint(self, job_id: str) -> Checkpoint:
+        """Copy a job as it is after its last whole optimizer step (one that is over: without the optimizer's state)."""
+        taken: Checkpoint = self.handle(CopyCheckpoint(job_id))
+        return taken
+
+    def contribution(self, job_id: str) -> TakenCopy:
+        """Copy what the other nodes of a job are to have, when its event says that it is due."""
+        taken: TakenCopy = self.handle(CopyContribution(job_id))
+        return taken
+
+    def combine(self, job_id: str, combination: Combination) -> None:
+        """Have a job take in what its nodes have contributed, which `ReadContributions` has read."""
+        self.handle(CombineJob(_NO_CALL, job_id, combination))
+
+    def forget_job(self, job_id: str) -> None:
+        """Forget a job that is over; versions that it has published stay."""
+        self.handle(ForgetJob(job_id))
+
+    # -- the loop -------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Plan, run, apply once; returns what came of it. Without work it does nothing."""
+        self.begin_step()
+        return self.finish_step()
+
+    def begin_step(self) -> bool:
+        """Plan, and have the device begin. Returns whether there is a step; `finish_step` is to follow.
+
+        Between the two, requests may be added, cancelled and stopped; nothing else may be asked, and nothing at all of
+        an engine that is recorded. A GPU, and a device in another process, work meanwhile; a CPU in this process has
+        done its work when this returns. Today nobody makes use of it: `step`, and with it the server, call one right
+        after the other, and what overlaps with steps is reading and writing files, in threads.
+        """
+        return bool(self.handle(Step()))
+
+    def finish_step(self) -> list[Event]:
+        """Wait for the device, and book what came of the step. Returns all events so far."""
+        self.loop.finish()
+        return self.outbox.take_all()
+
+    def flush_commands(self) -> None:
+        """Carry out now what the device would be told with the next step: where none is coming, or an unrecorded
+        command follows.
+        """
+        self.handle(FlushCommands())
