@@ -1,24 +1,25 @@
-"""The stream between an engine and its device, written to a file: commands, replies, steps, results, clock readings.
+"""The frames between an engine and its device, written to a file: commands, replies, steps, results, clock readings.
 
-A recording is a sequence of frames, each a length and msgpack: first the header, then lines in the order in which
-things happened. The engine adds lines of its own, for what it was asked (`coserve.engine.recording`). What leaves no
-trace in the engine or on the device is left out: files being written, and copies for checkpoints being let go, which
-happens whenever Python collects them; how many commands were answered; the states of ranks; and grammars that are
-compiled ahead. Pages that come from another instance are written down as they came.
+A recording is a sequence of frames, each a length and msgpack: first the header, then what happened, in order. The
+frames of the device are those of its wire (`coserve.devices.wire`), and `ClockRead`; the engine adds the commands that
+it handled (`coserve.engine.recording`). What leaves no trace in the engine or on the device is left out: files being
+written, and copies for checkpoints being let go, which happens whenever Python collects them; how many commands were
+answered; the states of ranks; and grammars that are compiled ahead. What is read from files is in the recording: pages
+of another instance within their command, contributions and adapters with the engine's command that takes them in.
 """
 
 import os
-import struct
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, get_args
 
 import msgspec
 from msgspec.structs import replace
 
 from coserve.devices.base import Clock, Device
-from coserve.devices.job_messages import DropCheckpoint, WriteCheckpoint
+from coserve.devices.job_messages import DropCheckpoint, ReadContributions, WriteCheckpoint
 from coserve.devices.messages import (
     CloseGrammar,
     Command,
@@ -32,15 +33,25 @@ from coserve.devices.messages import (
     SetVocabulary,
 )
 from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.devices.wire import Raised, raised
-
-_LENGTH = struct.Struct("<Q")
-_encode = msgspec.msgpack.Encoder().encode
+from coserve.devices.wire import LENGTH, Call, Done, Raised, framed, raised
 
 _TRACELESS = (
-    *(CountCommands, DropCheckpoint, ExportPages, SaveAdapter, WriteCheckpoint),
+    *(CountCommands, DropCheckpoint, ExportPages, SaveAdapter, WriteCheckpoint, ReadContributions),
     *(SetVocabulary, OpenGrammar, CloseGrammar, DescribeRanks),
 )
+
+# The files that a directory of an adapter, a checkpoint or a contribution may have in a recording. Replaying writes
+# them to a directory, so any other name is an error of the recording.
+FileName = Literal[
+    "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", "job.json", "contribution.safetensors"
+]
+Files = dict[FileName, bytes]
+
+
+def files_in(directory: str | Path) -> Files:
+    """Return the contents of those files of an adapter, a checkpoint or a contribution that are there."""
+    names: tuple[FileName, ...] = get_args(FileName)
+    return {name: path.read_bytes() for name in names if (path := Path(directory) / name).is_file()}
 
 
 class ClockRead(msgspec.Struct, tag=True, frozen=True):
@@ -49,28 +60,7 @@ class ClockRead(msgspec.Struct, tag=True, frozen=True):
     now_s: float
 
 
-class Executed(msgspec.Struct, tag=True, frozen=True):
-    """A command was done, or raised an error."""
-
-    command: Command
-    reply: Reply = None
-    error: Raised | None = None
-
-
-class Submitted(msgspec.Struct, tag=True, frozen=True):
-    """A step began."""
-
-    batch: StepBatch
-
-
-class Collected(msgspec.Struct, tag=True, frozen=True):
-    """A step ended, with a result or an error."""
-
-    result: StepResult | None = None
-    error: Raised | None = None
-
-
-DeviceLine = ClockRead | Executed | Submitted | Collected
+DeviceFrame = ClockRead | Call | Done | Raised
 
 
 class FrameWriter:
@@ -81,10 +71,11 @@ class FrameWriter:
         self._file: BinaryIO = Path(path).open("xb")  # noqa: SIM115
         self._lock = Lock()
 
-    def write(self, line: Any) -> None:
-        frame = _encode(line)
+    def write(self, *messages: Any) -> None:
+        """Write a frame for each of some messages, which nothing comes between."""
+        frames = b"".join(map(framed, messages))
         with self._lock:
-            self._file.write(_LENGTH.pack(len(frame)) + frame)
+            self._file.write(frames)
 
     def flush(self) -> None:
         """So that it is there even if this process is killed."""
@@ -98,8 +89,8 @@ def read_frames(path: str | Path) -> Iterator[bytes]:
     """The frames of a file, up to the first that is not there as a whole: its process may have been killed."""
     with Path(path).open("rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
-        while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
-            (length,) = _LENGTH.unpack(head)
+        while len(head := file.read(LENGTH.size)) == LENGTH.size:
+            (length,) = LENGTH.unpack(head)
             if length > num_bytes - file.tell():  # of a file of another kind it may be any number
                 return
             yield file.read(length)
@@ -112,24 +103,36 @@ class RecordingDevice:
         self._device, self._writer = device, writer
         self.info = device.info
         self.clock: Clock = _RecordingClock(device.clock, writer)
+        self.contributions: dict[str, tuple[Files, ...]] = {}
+        """Files of what each job's nodes have contributed, as they were read; not yet taken in."""
+        self._calls = count()
+        self._step = 0  # the call of the step that is under way
 
     def execute(self, command: Command) -> Reply:
+        if isinstance(command, ReadContributions):
+            self.contributions[command.job] = tuple(map(files_in, command.directories))
         if isinstance(command, _TRACELESS):
             return self._device.execute(command)
-        written = self._with_data(command)
+        call = Call(next(self._calls), self._with_data(command))
         try:
             reply = self._device.execute(command)
         except Exception as error:
-            self._writer.write(Executed(written, error=raised(None, error)))
+            self._writer.write(call, raised(call.call, error))
             raise
-        self._writer.write(Executed(written, reply))
+        self._writer.write(call, Done(call.call, reply))
         return reply
+
+    def note(self, command: Command, reply: Reply) -> None:
+        """Write down a command that was done beside steps, as if it were done now."""
+        call = next(self._calls)
+        self._writer.write(Call(call, command), Done(call, reply))
 
     def submit(self, batch: StepBatch) -> None:
         kept = with_trace(batch)
         if any(isinstance(command, ImportPages) for command in kept.commands):
             kept = replace(kept, commands=tuple(map(self._with_data, kept.commands)))
-        self._writer.write(Submitted(kept))
+        self._step = next(self._calls)
+        self._writer.write(Call(self._step, kept))
         self._writer.flush()  # it may be the last
         self._device.submit(batch)
 
@@ -137,9 +140,9 @@ class RecordingDevice:
         try:
             result = self._device.collect()
         except Exception as error:
-            self._write_end(Collected(error=raised(None, error)))
+            self._write_end(raised(self._step, error))
             raise
-        self._write_end(Collected(result))
+        self._write_end(Done(self._step, result))
         return result
 
     def _with_data(self, command: Command) -> Command:
@@ -153,7 +156,7 @@ class RecordingDevice:
                 found.append(file.read(size))
         return replace(command, data=b"".join(found))
 
-    def _write_end(self, line: Collected) -> None:
+    def _write_end(self, line: Done | Raised) -> None:
         self._writer.write(line)
         self._writer.flush()
 

@@ -12,7 +12,7 @@ from msgspec.structs import asdict, replace
 
 from coserve.devices.base import Clock, Device
 from coserve.devices.command_count import CommandCount
-from coserve.devices.job_messages import OpenTrainer, PublishVersion, TrainerOpened
+from coserve.devices.job_messages import OpenTrainer, PublishVersion, ReadContributions, TrainerOpened
 from coserve.devices.messages import (
     CloseGrammar,
     CloseRequest,
@@ -27,8 +27,9 @@ from coserve.devices.messages import (
     SetVocabulary,
     VersionOpened,
 )
-from coserve.devices.recording import ClockRead, Collected, Executed, Submitted, leaves_a_trace, with_trace
+from coserve.devices.recording import ClockRead, leaves_a_trace, with_trace
 from coserve.devices.step_messages import PackSums, StepBatch, StepResult
+from coserve.devices.wire import Call, Done, Raised
 from coserve.errors import DataError
 
 # Stands for the directory of any other model than the device's.
@@ -91,6 +92,7 @@ class ReplayDevice:
         self.raised: Exception | None = None
         self.stopped: Exception | None = None
         self._runs: StepBatch | None = None
+        self._ended: Done | Raised | None = None  # how the step that is under way ended when it was recorded
         self._vocabularies = _Vocabularies(info.vocab_size)
         self._count = CommandCount()
 
@@ -98,27 +100,31 @@ class ReplayDevice:
         if isinstance(command, CountCommands):
             return self._count.reply()
         self._count.add(command)
-        if isinstance(command, SetVocabulary | OpenGrammar | CloseGrammar):
+        if isinstance(command, SetVocabulary | OpenGrammar | CloseGrammar | ReadContributions):
             return self._other.execute(command)
         if not leaves_a_trace(command):
             return None
-        line = self._next(Executed, command)
-        if _without_files(line.command) != _without_files(command):
-            self._stop(DivergedError(f"{line.command} was recorded, not {command}"))
-        if line.error is not None:
-            self.raised = line.error.error()
+        call = self._next(Call, command)
+        recorded = call.command
+        if isinstance(recorded, StepBatch) or _without_files(recorded) != _without_files(command):
+            self._stop(DivergedError(f"{recorded} was recorded, not {command}"))
+        ended = self._end_of(call)
+        if isinstance(ended, Raised):
+            self.raised = ended.error()
             raise self.raised
-        self._check_pages(line.command)
-        reply = self._other.execute(line.command if isinstance(command, ImportPages) else command)
-        if self._without_sizes(reply) != self._without_sizes(line.reply):
-            self._stop(DivergedError(f"{command} was answered by {line.reply}, now by {reply}"))
-        self._vocabularies.note(command, line.reply)
-        recorded: Reply = line.reply
-        return recorded
+        self._check_pages(recorded)
+        reply = self._other.execute(recorded if isinstance(command, ImportPages) else command)
+        expected = ended.reply
+        if isinstance(expected, StepResult) or self._without_sizes(reply) != self._without_sizes(expected):
+            self._stop(DivergedError(f"{command} was answered by {expected}, now by {reply}"))
+        self._vocabularies.note(command, expected)
+        return expected
 
     def submit(self, batch: StepBatch) -> None:
-        line = self._next(Submitted, batch)
-        recorded, pages = _taken_apart(line.batch)
+        call = self._next(Call, batch)
+        if not isinstance(call.command, StepBatch):
+            self._stop(DivergedError(f"{call.command} was recorded, where there is now {batch}"))
+        recorded, pages = _taken_apart(call.command)
         if recorded != with_trace(batch):
             self._stop(DivergedError(difference(recorded, batch)))
         for command in batch.commands:
@@ -128,22 +134,26 @@ class ReplayDevice:
             self._check_pages(command)
         batch = _with_pages(batch, pages)
         self.num_steps += 1
-        ending = self._lines.peek()
-        if not isinstance(ending, Collected):
-            self._stop(EndOfRecordingError())
-        if ending.result is not None:
-            self._check_result(ending.result, batch)
-        self._runs = as_it_ran(batch, ending.result, num_units=self._other.info.num_units)
+        self._ended = self._end_of(call)
+        result: StepResult | None = None
+        if isinstance(self._ended, Done):
+            if not isinstance(self._ended.reply, StepResult):
+                self._stop(DivergedError(f"step {batch.step} was recorded with {self._ended.reply} as its result"))
+            result = self._ended.reply
+            self._check_result(result, batch)
+        self._runs = as_it_ran(batch, result, num_units=self._other.info.num_units)
         self._other.submit(self._runs)
 
     def collect(self) -> StepResult:
-        line = self._next(Collected, "the end of a step")
+        if self.stopped is not None:
+            raise self.stopped
         assert self._runs is not None
         own, self._runs = self._other.collect(), None
-        if line.error is not None:
-            self.raised = line.error.error()
+        if isinstance(self._ended, Raised):
+            self.raised = self._ended.error()
             raise self.raised
-        result: StepResult = line.result
+        assert self._ended is not None and isinstance(self._ended.reply, StepResult)
+        result = self._ended.reply
         if result.failure is None:
             self._compare(result, own)
         return result
@@ -193,6 +203,15 @@ class ReplayDevice:
         if self.stopped is None:
             self.stopped = error
         raise self.stopped
+
+    def _end_of(self, call: Call) -> Done | Raised:
+        """Take how a call ended, which follows it at once."""
+        line = self._lines.take()
+        if line is None:
+            self._stop(EndOfRecordingError())
+        if not isinstance(line, Done | Raised) or line.call != call.call:
+            self._stop(DivergedError(f"{line} was recorded, where call {call.call} ended"))
+        return line
 
     def _next(self, kind: type, wanted: Any) -> Any:
         if self.stopped is not None:

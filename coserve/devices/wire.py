@@ -14,7 +14,7 @@ from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.errors import error_of_kind
 from coserve.home import is_disk_full
 
-_LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
@@ -73,7 +73,7 @@ _encode = msgspec.msgpack.Encoder().encode
 def framed(message: Any) -> bytes:
     """Encode a message as the frame that a connection sends: one encoding does for several of them."""
     encoded = _encode(message)
-    return _LENGTH.pack(len(encoded)) + encoded
+    return LENGTH.pack(len(encoded)) + encoded
 
 
 class Connection:
@@ -106,7 +106,7 @@ class Connection:
     def receive(self) -> Any:
         """The next message; EOFError if the other end is gone, msgspec.DecodeError if what it sends is no message."""
         try:
-            (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+            (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
             return self._decoder.decode(self._exactly(length))
         except OSError as error:
             raise EOFError from error

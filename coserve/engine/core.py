@@ -23,7 +23,7 @@ from coserve.engine.host_swap import HostSwap
 from coserve.engine.jobs.answers import Answers, Decode
 from coserve.engine.jobs.job_set import JobSet
 from coserve.engine.jobs.opening import JobOpener, path_of
-from coserve.engine.outbox import Outbox
+from coserve.engine.outbox import Event, Outbox
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.records import EngineStats, RequestRecord
 from coserve.engine.request import Chunk
@@ -61,8 +61,7 @@ class EngineCore:
 
         Args:
             end_tokens: ids that end every request.
-            text_stream: makes text of a request's tokens, given its prompt and params; without it there is none, and
-                no stop strings.
+            text_stream: makes text of a request's tokens, given its prompt and params; None: no text, no stop strings.
             decode: the text of answers to validation sets.
             find_pieces: what tokens stand for, asked with the first grammar unless `UseVocabulary` has told.
             keep_profile: called with a corrected profile once measured step times have drifted from the device's.
@@ -322,6 +321,11 @@ class EngineCore:
             case _:
                 assert_never(command)
         return None
+
+    def finish_step(self) -> list[Event]:
+        """Wait for the device, and book what came of the step. Returns all events so far."""
+        self.loop.finish()
+        return self.outbox.take_all()
 
     def _ended(self, was_there: bool) -> bool:
         """Let go of versions that a request which has just ended was the last to read."""

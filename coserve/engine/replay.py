@@ -1,42 +1,26 @@
 """A recording run again: the engine decides anew, by the recorded clock and results, and a device works along."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import msgspec
+from msgspec import structs
 
 from coserve.devices.base import Device
+from coserve.devices.job_messages import ReadContributions
 from coserve.devices.messages import DeviceInfo
+from coserve.devices.recording import Files
 from coserve.devices.replay import DamagedRecordingError, DivergedError, EndOfRecordingError, Lines, ReplayDevice
 from coserve.engine.command_log import LostCommandError
+from coserve.engine.commands import CombineJob, EngineCommand, JobExamples, LoadAdapter, StartJob, Step
+from coserve.engine.core import EngineCore
 from coserve.engine.engine import Engine
 from coserve.engine.prompts import load_tokenizer
-from coserve.engine.recorded_lines import (
-    AddTokens,
-    Arrive,
-    Cancel,
-    EnsureFiles,
-    Files,
-    FinishLoad,
-    FlushCommands,
-    Header,
-    Hold,
-    Input,
-    LoadFiles,
-    OnJob,
-    SaveVersion,
-    Step,
-    Stop,
-    SubmitExamples,
-    UnloadAdapter,
-    UseVocabulary,
-)
+from coserve.engine.recorded_lines import Header, Read
 from coserve.engine.served_adapters import AdapterLoad
-from coserve.engine.token_engine import TokenEngine
 from coserve.errors import CoserveError, DataError, ModelError
 from coserve.models.source import find_here, find_model
 
@@ -79,14 +63,16 @@ def replay(header: Header, lines: Iterator[object], device: Device) -> ReplayRep
     check_same_device(header.info, device.info)
     stream = Lines(lines)
     # Without the file of its profile, which is this machine's.
-    replayed = ReplayDevice(msgspec.structs.replace(header.info, profile_path=""), device, stream)
+    replayed = ReplayDevice(structs.replace(header.info, profile_path=""), device, stream)
     diverged: str | None = None
     try:
         engine = _engine(header, replayed)
         while (line := stream.take()) is not None:
-            if not isinstance(line, Input):
-                raise DivergedError(f"{line} was recorded, where the engine has nothing to do")
-            _ask_again(engine, line, replayed)
+            read = line if isinstance(line, Read) else Read()
+            command = stream.take() if isinstance(line, Read) else line
+            if not isinstance(command, EngineCommand):
+                raise DivergedError(f"{command} was recorded, where the engine has nothing to do")
+            _handle_again(engine, command, read, replayed)
     except Exception as error:
         diverged = _why_it_ended(replayed.stopped or error)
     if not replayed.num_steps and diverged is None:
@@ -107,9 +93,9 @@ def with_models_here(header: Header) -> Header:
         ModelError: a model is not on this machine.
     """
     trainable = {name: find_here(model) for name, model in header.config.trainable_models.items()}
-    return msgspec.structs.replace(
+    return structs.replace(
         header,
-        info=msgspec.structs.replace(header.info, model=find_here(header.info.model)),
+        info=structs.replace(header.info, model=find_here(header.info.model)),
         config=replace(header.config, trainable_models=trainable),
     )
 
@@ -159,10 +145,15 @@ def _engine(header: Header, device: ReplayDevice) -> Engine:
     return Engine(device, header.config, tokenizer=tokenizer, end_tokens=header.end_tokens)
 
 
-def _ask_again(engine: TokenEngine, line: Input, device: ReplayDevice) -> None:
-    """Do what the engine was asked to do. Errors are as they were then: what they depend on is compared."""
+def _handle_again(engine: EngineCore, command: EngineCommand, read: Read, device: ReplayDevice) -> None:
+    """Have the engine handle a command. Errors are as they were then: what they depend on is compared."""
     try:
-        _ask(engine, line)
+        with ExitStack() as stack:
+            contents = read.directories
+            if not contents and isinstance(command, LoadAdapter | StartJob):
+                contents = ({},)
+            found = [stack.enter_context(_directory(files)) for files in contents]
+            _handle(engine, command, read, found)
     except CoserveError:
         pass
     except Exception as error:
@@ -171,90 +162,31 @@ def _ask_again(engine: TokenEngine, line: Input, device: ReplayDevice) -> None:
             raise
 
 
-def _ask(engine: TokenEngine, line: Input) -> None:
-    """Do what the engine was asked to do."""
-    if isinstance(line, Step):
-        engine.step()
-    elif isinstance(line, AddTokens):
-        engine.add_tokens(
-            line.prompt,
-            line.params,
-            adapter=line.adapter,
-            slo=line.slo,
-            request_id=line.request_id,
-            arrival_s=line.arrival_s,
-            tenant=line.tenant,
-            priority=line.priority,
-            batch_due_s=line.batch_due_s,
-            without_jobs=line.without_jobs,
-        )
-    elif isinstance(line, UseVocabulary):
-        engine.use_vocabulary(line.pieces, line.special)
-    elif isinstance(line, Cancel):
-        engine.cancel(line.request)
-    elif isinstance(line, Stop):
-        engine.stop(line.request, line.index, line.num_tokens)
-    elif isinstance(line, Hold):
-        engine.hold(line.request)
-    elif isinstance(line, Arrive):
-        engine.arrive(line.request, line.blocks)
-    elif isinstance(line, UnloadAdapter):
-        engine.unload_adapter(line.name)
-    elif isinstance(line, FlushCommands):
-        engine.flush_commands()
-    elif isinstance(line, SaveVersion):
-        engine.save_adapter(line.label, "")
-    elif isinstance(line, OnJob):
-        _ask_of_job(engine, line)
-    else:
-        _ask_with_files(engine, line)
-
-
-def _ask_of_job(engine: TokenEngine, line: OnJob) -> None:
-    """Call the method of a job that the line names."""
-    match line.method:
-        case "pause_job":
-            engine.pause_job(line.job)
-        case "resume_job":
-            engine.resume_job(line.job)
-        case "cancel_job":
-            engine.cancel_job(line.job)
-        case "forget_job":
-            engine.forget_job(line.job)
-        case "checkpoint":
-            engine.checkpoint(line.job)
-
-
-def _ask_with_files(engine: TokenEngine, line: LoadFiles | EnsureFiles | FinishLoad | SubmitExamples) -> None:
-    if isinstance(line, LoadFiles):
-        with _directory(line.files) as directory:
-            engine.load_adapter(line.name, str(directory), line.model)
-    elif isinstance(line, EnsureFiles):
-        with _directory(line.files) as directory:
-            engine.ensure_adapter(line.name, str(directory), line.model)
-    elif isinstance(line, FinishLoad):
-        with _directory(line.files) as directory:
-            engine.finish_load(AdapterLoad(engine.device, engine.versions, line.name, line.key, str(directory)).read())
-    else:
-        with _directory(line.checkpoint or {}) as directory:
-            engine.submit_examples(
-                line.examples,
-                line.config,
-                adapter=line.adapter,
-                name=line.name,
-                validation=line.validation,
-                job_id=line.job_id,
-                checkpoint=None if line.checkpoint is None else directory,
-                tenant=line.tenant,
-                alone_until_step=line.alone_until_step,
-                model=line.model,
-            )
+def _handle(engine: EngineCore, command: EngineCommand, read: Read, directories: Sequence[str]) -> None:
+    """Have the engine handle a command, with directories that take the place of those that it names."""
+    beside: AdapterLoad | JobExamples | None = None
+    match command:
+        case LoadAdapter(adapter=adapter):
+            if adapter.directory is not None:
+                command = structs.replace(command, adapter=replace(adapter, directory=directories[0]))
+            if read.version:
+                load = AdapterLoad(engine.device, engine.versions, adapter.name, read.version, directories[0])
+                beside = load.read()
+        case StartJob(job=job):
+            if job.checkpoint is not None:
+                command = structs.replace(command, job=replace(job, checkpoint=directories[0]))
+            beside = JobExamples(examples=read.examples, validation=read.validation)
+        case CombineJob() if directories:
+            engine.device.execute(ReadContributions(command.id, tuple(directories)))
+    engine.handle(command, beside)
+    if isinstance(command, Step):
+        engine.finish_step()
 
 
 @contextmanager
-def _directory(files: Files) -> Iterator[Path]:
+def _directory(files: Files) -> Iterator[str]:
     """Write the files of an adapter or a checkpoint to a temporary directory, which is removed afterwards."""
     with TemporaryDirectory(prefix="coserve-replay-") as name:
         for file, content in files.items():  # `FileName` has plain names alone
             (Path(name) / file).write_bytes(content)
-        yield Path(name)
+        yield name

@@ -261,11 +261,6 @@ class TokenEngine(EngineCore):
         """
         return bool(self.handle(Step()))
 
-    def finish_step(self) -> list[Event]:
-        """Wait for the device, and book what came of the step. Returns all events so far."""
-        self.loop.finish()
-        return self.outbox.take_all()
-
     def flush_commands(self) -> None:
         """Carry out now what the device would be told with the next step: where none is coming, or an unrecorded
         command follows.

@@ -1,8 +1,9 @@
 """Links between the devices of a group: how long sums over all of them take, by what others have measured.
 
 Every table but that of four H100 is of nccl-tests (`all_reduce_perf`, out of place). A sum over another number of
-devices than was measured is taken to have the same bus bandwidth at the same size: of n devices each sends and receives
-2 (n - 1) / n of the bytes (nccl-tests, doc/PERFORMANCE.md). `tests/plain/test_links.py` holds the catalogue against all that was found.
+devices than was measured is taken to have the same bus bandwidth at the same size: of n devices each sends and
+receives 2 (n - 1) / n of the bytes (nccl-tests, doc/PERFORMANCE.md). `tests/plain/test_links.py` holds the
+catalogue against all that was found.
 """
 
 from bisect import bisect_left

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from job_data import DATA
+from recordings import steps_in
 from served import Served, serving
 
-from coserve.devices.recording import Submitted
 from coserve.engine.recorded_lines import read_recording
 
 pytestmark = pytest.mark.long
@@ -44,7 +44,7 @@ def test_a_server_s_steps_can_be_run_again(tmp_path):
         os.kill(served.engine_pid(), signal.SIGKILL)
         served.wait_until(lambda: served.get("/health").status_code == 200 and (tmp_path / "recording.1").exists())
     _, lines = read_recording(file)
-    num_steps = sum(isinstance(line, Submitted) for line in lines)
+    num_steps = len(steps_in(lines))
     report = run_again(file, "torch")
     assert report == {"steps": num_steps, "plans_equal": True, "tokens_equal": True, "max_loss_difference": 0.0}
     assert num_steps > 30

@@ -9,6 +9,7 @@ import pytest
 import torch
 from devices import Driver
 from engines import examples_of, expected_tokens, greedy, prompts_of
+from recordings import steps_in
 from support import make_backbone, random_sequences, random_tokens
 
 import coserve.devices.torch_step as torch_step
@@ -16,7 +17,6 @@ from coserve import models
 from coserve.adapters import LoraConfig
 from coserve.devices.base import Device
 from coserve.devices.loading import torch_device as make_device
-from coserve.devices.recording import Submitted
 from coserve.devices.step_messages import LossRows, RequestRows, StepResult, Tasklets, Update, WindowRows
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
@@ -212,8 +212,7 @@ def test_a_recorded_run_of_a_divided_device_is_run_again_divided_or_not(tmp_path
     engine.device.close()
     header, read = read_recording(tmp_path / "file")
     lines = list(read)
-    divided = [line for line in lines if isinstance(line, Submitted) and line.batch.partition is not None]
-    assert divided
+    assert any(batch.partition is not None for batch in steps_in(lines))
     for threads in (2, 1):
         torch.set_num_threads(threads)
         report = replay(header, iter(lines), device())

@@ -1,7 +1,6 @@
 """A recording of anyone's is data: it names no file, method or size that `coserve replay` did not expect."""
 
 import os
-import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -16,13 +15,14 @@ import pytest
 from engines import BLOCK, adapter_directory, examples_of, greedy, prompts_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from recordings import plain_frames, steps_in, write_frames
 from support import make_backbone
 from typer.testing import CliRunner
 
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.cli.main import app
 from coserve.devices.loading import torch_device
-from coserve.devices.recording import Executed, Submitted, read_frames
+from coserve.devices.wire import Call
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.recorded_lines import read_recording
@@ -44,7 +44,6 @@ _HOSTILE: tuple[Any, ...] = (
     *(-1, 0, 1, 7, 2**31, 2**62, 2**63 - 1, -(2**63), 1e300, -1e300, nan, inf, -inf, True, None),
     *("", "../../outside", "/tmp/outside", "job", "__class__", "shell\x00", b"", b"\xff" * 64, [], {}, [-1], _DEEP),
 )
-_LENGTH = struct.Struct("<Q")
 
 
 @pytest.fixture(scope="module")
@@ -80,16 +79,6 @@ def recording(tmp_path_factory) -> Path:
     return parent / "file"
 
 
-def frames_of(recording: Path) -> list[Any]:
-    return [msgspec.msgpack.decode(frame) for frame in read_frames(recording)]
-
-
-def written(file: Path, frames: list[Any]) -> Path:
-    encoded = map(msgspec.msgpack.encode, frames)
-    file.write_bytes(b"".join(_LENGTH.pack(len(frame)) + frame for frame in encoded))
-    return file
-
-
 def find(frames: list[Any], is_wanted: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     return next(frame for frame in frames if is_wanted(frame))
 
@@ -117,28 +106,30 @@ def test_it_is_replayed_as_it_was(recording, closed):
     for device in ("modelled", "torch"):
         assert run(recording, device)[0] == 0
     _, lines = read_recording(recording)
-    kinds = [type(line).__name__ for line in lines]
-    assert {"LoadFiles", "FinishLoad", "SubmitExamples", "OnJob", "Cancel", "UnloadAdapter"} <= set(kinds)
-    assert kinds.count("Submitted") < 60
+    found = list(lines)
+    kinds = {type(line).__name__ for line in found}
+    assert kinds >= {"Read", "LoadAdapter", "StartJob", "PauseJob", "CancelRequest", "UnloadAdapter", "CopyCheckpoint"}
+    assert len(steps_in(found)) < 60
 
 
 @pytest.mark.parametrize("name", ["../../outside", "../outside", "/tmp/outside", "inner/outside", "outside", "", "."])
-@pytest.mark.parametrize("line", ["load_adapter", "finish_load", "submit_examples"])
-def test_no_file_of_another_name_is_written(recording, closed, line, name):
-    frames = frames_of(recording)
-    wanted = find(frames, lambda frame: frame["type"] == line and (line != "submit_examples" or frame["checkpoint"]))
-    files = wanted["checkpoint" if line == "submit_examples" else "files"]
-    files[name] = b"owned"
-    status, message = run(written(closed / "file", frames))
+@pytest.mark.parametrize("number", range(3))
+def test_no_file_of_another_name_is_written(recording, closed, number, name):
+    """Adapters that are read at once and beside steps, and a checkpoint."""
+    frames = plain_frames(recording)
+    with_files = [frame for frame in frames if frame.get("type") == "Read" and frame["directories"]]
+    assert len(with_files) == 3
+    with_files[number]["directories"][0][name] = b"owned"
+    status, message = run(write_frames(closed / "file", frames))
     assert status == 1 and "is damaged at frame" in message and "Invalid enum value" in message
 
 
-@pytest.mark.parametrize("method", ["unload_adapter", "__init__", "step", "save_adapter", "close"])
-def test_no_other_method_is_called(recording, closed, method):
-    frames = frames_of(recording)
-    find(frames, lambda frame: frame["type"] == "on_job")["method"] = method
-    status, message = run(written(closed / "file", frames))
-    assert status == 1 and f"Invalid enum value '{method}'" in message
+@pytest.mark.parametrize("kind", ["Shutdown", "__init__", "step", "OpenVersion", "close"])
+def test_no_other_command_is_handled(recording, closed, kind):
+    frames = plain_frames(recording)
+    find(frames, lambda frame: frame["type"] == "PauseJob")["type"] = kind
+    status, message = run(write_frames(closed / "file", frames))
+    assert status == 1 and f"Invalid value '{kind}'" in message
 
 
 @pytest.mark.parametrize("device", ["torch", "process", "modelled"])
@@ -159,13 +150,13 @@ def test_no_other_method_is_called(recording, closed, method):
     ],
 )
 def test_sizes_are_checked_before_memory_is_taken(recording, closed, monkeypatch, device, name, value, message):
-    frames = frames_of(recording)
+    frames = plain_frames(recording)
     frames[0]["info"][name] = value
     monkeypatch.setattr("coserve.devices.process_memory.available_bytes", lambda device: 1 << 30)
     if device != "modelled":
         monkeypatch.setattr("coserve.devices.loading.build_backbone", _unexpected)
         monkeypatch.setattr("coserve.devices.process_device.ProcessDevice.__init__", _unexpected)
-    status, said = run(written(closed / "file", frames), device)
+    status, said = run(write_frames(closed / "file", frames), device)
     assert status == 1
     if device != "modelled" or "memory" not in message:  # a modelled device takes none
         assert message in said
@@ -177,28 +168,28 @@ def _unexpected(*_: Any, **__: Any) -> None:
 
 def test_profiles_have_finite_numbers(recording, closed):
     for value in (nan, inf, 1e200):
-        frames = frames_of(recording)
+        frames = plain_frames(recording)
         frames[0]["info"]["profile"]["forward"]["seconds"][-1] = value
-        status, message = run(written(closed / "file", frames))
+        status, message = run(write_frames(closed / "file", frames))
         assert status == 1 and "profile.forward.seconds must have finite numbers" in message
 
 
 def test_tokens_that_the_model_does_not_have_do_not_reach_the_device(recording, closed):
     for token in (-1, make_backbone().architecture.vocab_size, 2**40):
-        frames = frames_of(recording)
-        ended = find(frames, lambda frame: frame["type"] == "Collected" and frame["result"]["tokens"])
-        next(iter(ended["result"]["tokens"].values()))["token"] = token
-        status, message = run(written(closed / "file", frames), "torch")
+        frames = plain_frames(recording)
+        ended = find(frames, lambda frame: frame["type"] == "Done" and (frame["reply"] or {}).get("tokens"))
+        next(iter(ended["reply"]["tokens"].values()))["token"] = token
+        status, message = run(write_frames(closed / "file", frames), "torch")
         assert status == 1 and f"token {token} was recorded" in message
 
 
 def test_a_damaged_line_is_an_error_wherever_it_is(recording, closed):
     """Also in the middle of a step, where the engine handles errors of its device."""
-    whole = frames_of(recording)
+    whole = plain_frames(recording)
     for number in range(1, len(whole)):
         frames = [*whole[:number], {"type": "nothing"}, *whole[number:]]
-        if number % 7 == 0 or whole[number]["type"] in ("Collected", "Executed"):
-            status, message = run(written(closed / "file", frames))
+        if number % 7 == 0 or whole[number]["type"] in ("Call", "Done"):
+            status, message = run(write_frames(closed / "file", frames))
             assert status == 1 and f"is damaged at frame {number + 1}" in message
 
 
@@ -257,7 +248,7 @@ def changed_file(random: Random, file: Path, frames: list[Any]) -> Path:
     frames = deepcopy(frames)
     for _ in range(random.randint(1, 3)):
         random.choice(CHANGES)(random, frames)
-    written(file, frames)
+    write_frames(file, frames)
     if random.random() < 0.2:
         content = bytearray(file.read_bytes())
         for _ in range(random.randint(1, 8)):
@@ -279,7 +270,7 @@ _numbers = count(1)
 @given(seed=st.integers(0, 2**48))
 def test_changed_recordings_end_with_a_line(recording, closed, seed):
     random = Random(seed)
-    file = changed_file(random, closed / "file", frames_of(recording))
+    file = changed_file(random, closed / "file", plain_frames(recording))
     status, message = run(file, "torch" if random.random() < 0.3 else "modelled")
     assert status in (0, 1) and (status == 0 or message.strip()), (seed, message)
     if _NUM_EXAMPLES and (number := next(_numbers)) % 100 == 0:
@@ -288,6 +279,7 @@ def test_changed_recordings_end_with_a_line(recording, closed, seed):
 
 def test_a_recording_has_frames_of_the_kinds_that_are_changed(recording):
     _, lines = read_recording(recording)
-    assert {Executed, Submitted} <= {type(line) for line in lines}
+    found = list(lines)
+    assert steps_in(found) and any(isinstance(line, Call) and line.command not in steps_in(found) for line in found)
     with pytest.raises(DataError, match="is no recording"):
         read_recording(Path(__file__))

@@ -10,6 +10,7 @@ import pytest
 from engines import BLOCK, WatchedDevice, adapter_directory, examples_of, greedy, prompts_of
 from lengths import long_but
 from peft_embeddings import Cell, made_by_peft
+from recordings import plain_frames, steps_in, write_frames
 from support import VOCAB, make_backbone
 from typer.testing import CliRunner
 
@@ -18,12 +19,14 @@ from coserve.cli.main import app
 from coserve.devices.clock import WallClock
 from coserve.devices.loading import torch_device
 from coserve.devices.profile_store import write_profile
-from coserve.devices.recording import Collected, Executed, FrameWriter, RecordingDevice, Submitted, read_frames
+from coserve.devices.recording import FrameWriter, RecordingDevice
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import StepBatch, StepFailure
+from coserve.devices.step_messages import StepBatch, StepFailure, StepResult
+from coserve.devices.wire import Call, Done
+from coserve.engine.commands import AddRequest
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.engine.recorded_lines import AddTokens, read_recording
+from coserve.engine.recorded_lines import read_recording
 from coserve.engine.recording import RecordingEngine, record
 from coserve.engine.replay import replay
 from coserve.errors import AdapterError, DataError, RequestError
@@ -176,7 +179,7 @@ def run_again(file: Path, *options: str) -> tuple[int, dict, str]:
 def test_on_torch_tokens_and_losses_are_the_same(recording, device):
     status, report, _ = run_again(recording, "--device", device)
     _, lines = read_recording(recording)
-    num_steps = sum(isinstance(line, Submitted) for line in lines)
+    num_steps = len(steps_in(lines))
     assert report == {"steps": num_steps, "plans_equal": True, "tokens_equal": True, "max_loss_difference": 0.0}
     assert num_steps > 50 and status == 0
 
@@ -205,11 +208,11 @@ def test_adapters_with_more_tokens_than_the_model_are_run_again(tmp_path):
     status, report, message = run_again(tmp_path / "file", "--device", "torch")
     assert status == 0, message
     assert report["plans_equal"] and report["tokens_equal"]
-    frames = [msgspec.msgpack.decode(frame) for frame in read_frames(tmp_path / "file")]
-    collected = [frame["result"]["tokens"] for frame in frames if frame["type"] == "Collected"]
+    frames = plain_frames(tmp_path / "file")
+    results = [frame["reply"] for frame in frames if frame["type"] == "Done" and frame["reply"] is not None]
+    collected = [result["tokens"] for result in results if result["type"] == "StepResult"]
     next(tokens["None/0"] for tokens in collected if "None/0" in tokens)["token"] = new
-    encoded = [msgspec.msgpack.encode(frame) for frame in frames]
-    (tmp_path / "wrong").write_bytes(b"".join(len(frame).to_bytes(8, "little") + frame for frame in encoded))
+    write_frames(tmp_path / "wrong", frames)
     status, _, message = run_again(tmp_path / "wrong", "--device", "torch")
     assert status == 1 and f"token {new} was recorded for request 'None/0'" in message
 
@@ -217,7 +220,7 @@ def test_adapters_with_more_tokens_than_the_model_are_run_again(tmp_path):
 def test_a_recording_needs_no_other_files(recording):
     """Adapters and checkpoints are in it."""
     _, lines = read_recording(recording)
-    named = [line.command for line in lines if isinstance(line, Executed)]
+    named = [line.command for line in lines if isinstance(line, Call)]
     assert any(getattr(command, "checkpoint", None) for command in named)
     assert any(getattr(command, "version", "").startswith("served") for command in named)
     for path in (recording.parent / "checkpoints").rglob("*"):
@@ -239,7 +242,7 @@ def changed(recording: Path, file: Path, change) -> Path:
 
 def test_another_plan_is_found_and_said(recording, tmp_path):
     def change(line):
-        if isinstance(line, AddTokens) and line.request_id == "1":
+        if isinstance(line, AddRequest) and line.id == "1":
             return msgspec.structs.replace(line, prompt=[*line.prompt[:-1], (line.prompt[-1] + 1) % 97])
         return line
 
@@ -250,12 +253,12 @@ def test_another_plan_is_found_and_said(recording, tmp_path):
 
 def test_other_tokens_and_losses_are_found(recording, tmp_path):
     def change(line):
-        if isinstance(line, Collected) and line.result is not None and line.result.packs:
+        if isinstance(line, Done) and isinstance(line.reply, StepResult) and line.reply.packs:
             packs = {
                 job: msgspec.structs.replace(sums, loss=sums.loss + 0.25 * sums.num_trained)
-                for job, sums in line.result.packs.items()
+                for job, sums in line.reply.packs.items()
             }
-            return Collected(msgspec.structs.replace(line.result, packs=packs))
+            return Done(line.call, msgspec.structs.replace(line.reply, packs=packs))
         return line
 
     status, report, _ = run_again(changed(recording, tmp_path / "f", change))
@@ -360,14 +363,14 @@ def test_the_step_that_killed_the_process_is_in_the_recording(tmp_path):
     watched.fail = look
     engine.add_tokens([1, 2, 3], greedy(8))
     engine.step()
-    assert isinstance(seen[0], Submitted) and seen[0].batch == watched.batches[0]
+    assert steps_in(seen) == watched.batches
 
     device = RecordingDevice(watched, FrameWriter(tmp_path / "device"))
     device.submit(StepBatch(step=9))
     device.collect()
     (tmp_path / "headed").write_bytes((tmp_path / "file").read_bytes() + (tmp_path / "device").read_bytes())
     last = lines_of(tmp_path / "headed")[-1]
-    assert isinstance(last, Collected) and last.result is not None and last.result.step == 9
+    assert isinstance(last, Done) and isinstance(last.reply, StepResult) and last.reply.step == 9
     device.close()
     engine.device.close()
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
-import msgspec
 import pytest
 import served
 from engines import BLOCK, FAST, TickingClock, WatchedDevice, drain
 from hostile_grammars import rules
 from peft import LoraConfig, get_peft_model
+from recordings import plain_frames, write_frames
 from served import tokenizer
 
 from coserve.devices.base import Device
@@ -25,7 +24,6 @@ from coserve.devices.grammar import CANNOT_FOLLOW, STATE_BYTES, TOO_MANY_STATES,
 from coserve.devices.loading import torch_device
 from coserve.devices.messages import OpenRequest
 from coserve.devices.process_device import ProcessDevice
-from coserve.devices.recording import read_frames
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.settings import DeviceSettings
 from coserve.devices.step_messages import StepFailure
@@ -306,11 +304,10 @@ def test_a_recording_cannot_say_that_its_grammar_was_tried(tmp_path):
     engine.add(PROMPT, SamplingParams(max_tokens=2, grammar=Grammar.choice(["yes"])))
     drain(engine)
     engine.device.close()
-    frames = [msgspec.msgpack.decode(frame) for frame in read_frames(file)]
-    asked = next(frame for frame in frames if frame["type"] == "add_tokens")
+    frames = plain_frames(file)
+    asked = next(frame for frame in frames if frame["type"] == "AddRequest")
     asked["params"]["grammar"].update(text=rules(9000), num_bytes=1)
-    encoded = map(msgspec.msgpack.encode, frames)
-    file.write_bytes(b"".join(struct.pack("<Q", len(frame)) + frame for frame in encoded))
+    write_frames(file, frames)
     command = [sys.executable, "-m", "coserve", "replay", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "was recorded" in done.stderr, (done.returncode, done.stderr[-2000:])
