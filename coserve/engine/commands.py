@@ -2,7 +2,7 @@
 
 The server's process sends most of them over the wire (`coserve.protocol`), a library's caller makes them by the methods
 of `Engine`, and a recording has them as they were handled. Those with a `call` are answered by one `Reply` with the
-same number (0: nobody waits for it) where a server has sent them.
+same number where a server has sent them.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,9 @@ from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 from coserve.tuning.shard import Combination, DataParallel, Shard
+
+NO_CALL = -1
+"""The `call` of a command for whose reply no server waits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.commands import (
+    NO_CALL,
     AdapterRef,
     AddRequest,
     CancelJob,
@@ -40,9 +41,6 @@ from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 from coserve.tuning.shard import Combination, Shard
-
-# A command for whose reply no server waits.
-_NO_CALL = 0
 
 
 class TokenEngine(EngineCore):
@@ -130,7 +128,7 @@ class TokenEngine(EngineCore):
         that it is of, one of the config's `trainable_models`: then it can be trained further, not served.
         """
         ref = AdapterRef(name=name, directory=directory)
-        version: AdapterVersion = self.handle(LoadAdapter(_NO_CALL, ref, model=model, stays=True))
+        version: AdapterVersion = self.handle(LoadAdapter(NO_CALL, ref, model=model, stays=True))
         return version
 
     def ensure_adapter(self, name: str, directory: str, model: str = "") -> None:
@@ -139,11 +137,11 @@ class TokenEngine(EngineCore):
         Raises:
             AdapterError: it cannot be loaded. JobError: there is no such model.
         """
-        self.handle(LoadAdapter(_NO_CALL, AdapterRef(name=name, directory=directory), model=model))
+        self.handle(LoadAdapter(NO_CALL, AdapterRef(name=name, directory=directory), model=model))
 
     def finish_load(self, load: AdapterLoad) -> None:
         """Serve what `begin_load` began, and a thread has read."""
-        self.handle(LoadAdapter(_NO_CALL, AdapterRef(name=load.name, directory=load.directory)), load)
+        self.handle(LoadAdapter(NO_CALL, AdapterRef(name=load.name, directory=load.directory)), load)
 
     def unload_adapter(self, name: str) -> None:
         """Withdraw an adapter: no new request finds it; those that use it run to their end. AdapterError if there is
@@ -151,7 +149,7 @@ class TokenEngine(EngineCore):
         """
         if name not in self.versions:
             self.versions.resolve(name)
-        self.handle(UnloadAdapter(_NO_CALL, name))
+        self.handle(UnloadAdapter(NO_CALL, name))
 
     def save_adapter(self, label: str, directory: str | Path) -> None:
         """Write a version (`name` or `name@step`) in PEFT's format."""
@@ -207,7 +205,7 @@ class TokenEngine(EngineCore):
             model=model,
             shard=shard,
         )
-        self.handle(StartJob(_NO_CALL, start), JobExamples(examples=examples, validation=validation))
+        self.handle(StartJob(NO_CALL, start), JobExamples(examples=examples, validation=validation))
         return job_id
 
     def job(self, job_id: str) -> Job:
@@ -216,15 +214,15 @@ class TokenEngine(EngineCore):
 
     def pause_job(self, job_id: str) -> None:
         """Pause a job; its current pack is discarded and begun again on resume."""
-        self.handle(PauseJob(_NO_CALL, job_id))
+        self.handle(PauseJob(NO_CALL, job_id))
 
     def resume_job(self, job_id: str) -> None:
         """Resume a paused job."""
-        self.handle(ResumeJob(_NO_CALL, job_id))
+        self.handle(ResumeJob(NO_CALL, job_id))
 
     def cancel_job(self, job_id: str) -> None:
         """End a job at once; versions that it has published stay."""
-        self.handle(CancelJob(_NO_CALL, job_id))
+        self.handle(CancelJob(NO_CALL, job_id))
 
     def checkpoint(self, job_id: str) -> Checkpoint:
         """Copy a job as it is after its last whole optimizer step (one that is over: without the optimizer's state)."""
@@ -238,7 +236,7 @@ class TokenEngine(EngineCore):
 
     def combine(self, job_id: str, combination: Combination) -> None:
         """Have a job take in what its nodes have contributed, which `ReadContributions` has read."""
-        self.handle(CombineJob(_NO_CALL, job_id, combination))
+        self.handle(CombineJob(NO_CALL, job_id, combination))
 
     def forget_job(self, job_id: str) -> None:
         """Forget a job that is over; versions that it has published stay."""

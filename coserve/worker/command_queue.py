@@ -1,4 +1,4 @@
-"""Commands that must wait for a file, without holding up steps: they are read by threads, and done in turn.
+"""Commands that wait for what threads read for them, without holding up steps: each is done in its turn.
 
 Commands that share a key (an adapter, a job) are done in the order in which they came; others pass them. Slow ones come
 one at a time, after all others: when an engine begins with many jobs, those who ask it something do not wait for them.
@@ -9,28 +9,44 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from coserve.errors import CoserveError
+
 # Reads beside each other: a slow one holds up only those that want the same.
 _NUM_THREADS = 4
 
 # What a thread is to do before the command itself, or None if there is nothing to read.
 Reading = Callable[[], Any] | None
+# Does a command; takes a call that returns what was read, or raises what went wrong. Returns what it was refused for.
+Do = Callable[[Any, Callable[[], Any]], CoserveError | None]
 
 
-@dataclass
-class _QueuedCommand:
+@dataclass(eq=False)
+class QueuedCommand:
+    """A command in its place."""
+
+    command: Any
     keys: frozenset[str]
     prepare: Callable[[], Reading]
-    do: Callable[[Any], None]
     label: str
     is_slow: bool
+    after: "QueuedCommand | None"
     reading: "Future[Any] | None" = None
+    error: CoserveError | None = None
+    """What it was refused for, once it was done."""
+
+    def read(self) -> Any:
+        """Return what was read for it; raises what went wrong, with that or with the command that it comes after."""
+        if self.after is not None and self.after.error is not None:
+            raise self.after.error
+        return None if self.reading is None else self.reading.result()
 
 
 class CommandQueue:
     """Belongs to one thread, which calls `poll` between steps."""
 
-    def __init__(self) -> None:
-        self._waiting: list[_QueuedCommand] = []
+    def __init__(self, do: Do) -> None:
+        self._do = do
+        self._waiting: list[QueuedCommand] = []
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "reader")
 
     @property
@@ -40,20 +56,26 @@ class CommandQueue:
 
     def put(
         self,
+        command: Any,
         keys: Collection[str],
-        do: Callable[[Any], None],
-        *,
         prepare: Callable[[], Reading] = lambda: None,
+        *,
         label: str = "",
         is_slow: bool = False,
-    ) -> None:
+        after: QueuedCommand | None = None,
+    ) -> QueuedCommand:
         """Do a command as soon as all earlier ones with one of its keys are done, and what it needs has been read.
 
-        prepare: called when its turn has come; returns what a thread is to read. do: takes a call that returns what was
-        read, or raises what went wrong. label: to discard it by. is_slow: it is left to `poll`, which does one such.
+        Args:
+            prepare: called when its turn has come; returns what a thread is to read.
+            label: to discard it by.
+            is_slow: it is left to `poll`, which does one such.
+            after: one that came before it with the same keys, without which it is refused.
         """
-        self._waiting.append(_QueuedCommand(frozenset(keys), prepare, do, label, is_slow))
+        queued = QueuedCommand(command, frozenset(keys), prepare, label, is_slow, after)
+        self._waiting.append(queued)
         self._do_the_quick()
+        return queued
 
     def discard(self, label: str) -> bool:
         """Forget a command that has not been done; returns whether there was one."""
@@ -65,27 +87,29 @@ class CommandQueue:
         """Do all that can be done now, and of what is slow the first."""
         slow = self._do_the_quick()
         if slow is not None:
-            self._do(slow)
+            self._do_now(slow)
 
-    def _do_the_quick(self) -> _QueuedCommand | None:
+    def _do_the_quick(self) -> QueuedCommand | None:
         """All that can be done now and is not slow; the first that is."""
         blocked: set[str] = set()
-        slow: _QueuedCommand | None = None
+        slow: QueuedCommand | None = None
         for each in list(self._waiting):
+            if each not in self._waiting:  # done meanwhile: what was done before it has put a command
+                continue
             if each.keys & blocked or not self._is_read(each):
                 blocked |= each.keys
             elif each.is_slow:
                 blocked |= each.keys
                 slow = slow or each
             else:
-                self._do(each)
+                self._do_now(each)
         return slow
 
-    def _do(self, command: _QueuedCommand) -> None:
-        self._waiting.remove(command)
-        command.do(command.reading.result if command.reading is not None else lambda: None)
+    def _do_now(self, queued: QueuedCommand) -> None:
+        self._waiting.remove(queued)
+        queued.error = self._do(queued.command, queued.read)
 
-    def _is_read(self, each: _QueuedCommand) -> bool:
+    def _is_read(self, each: QueuedCommand) -> bool:
         if each.reading is None:
             reading = each.prepare()
             if reading is None:

@@ -3,6 +3,7 @@
 import errno
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -221,11 +222,12 @@ def test_examples_are_read_beside_steps(worker: Worker, tmp_path: Path, monkeypa
 
 
 def test_what_is_slow_comes_one_at_a_time_after_what_is_not():
-    queue, done = CommandQueue(), list[str]()
+    done: list[str] = []
+    queue = CommandQueue(lambda command, _: done.append(command))
     for job in ("a", "b", "c"):
-        queue.put((job,), lambda _, job=job: done.append(f"start {job}"), is_slow=True)  # type: ignore[misc]
-    queue.put(("b",), lambda _: done.append("pause b"))
-    queue.put(("adapter",), lambda _: done.append("request"))
+        queue.put(f"start {job}", (job,), is_slow=True)
+    queue.put("pause b", ("b",))
+    queue.put("request", ("adapter",))
     turns = []
     while queue.is_waiting:
         turns.append(tuple(done))
@@ -233,6 +235,28 @@ def test_what_is_slow_comes_one_at_a_time_after_what_is_not():
         queue.poll()
     queue.close()
     assert [*turns, tuple(done)] == [("request",), ("start a",), ("start b",), ("pause b", "start c")]
+
+
+def test_a_command_that_puts_another_does_not_have_a_third_done_twice():
+    done: list[str] = []
+    may_read = threading.Event()
+
+    def do(command: str, read: Callable[[], Any]) -> None:
+        read()
+        done.append(command)
+        if command == "first":
+            queue.put("its own", ("adapter",))
+
+    queue = CommandQueue(do)
+    for command in ("first", "second"):
+        queue.put(command, (command,), lambda: may_read.wait)
+    may_read.set()
+    deadline_s = time.monotonic() + LIMIT_S
+    while queue.is_waiting and time.monotonic() < deadline_s:
+        time.sleep(0.1)  # until both have been read
+        queue.poll()
+    queue.close()
+    assert sorted(done) == ["first", "its own", "second"]
 
 
 def test_jobs_that_resume_at_once_start_with_a_step_after_each(worker: Worker, tmp_path: Path):
