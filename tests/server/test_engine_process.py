@@ -1,79 +1,25 @@
 """The engine's process from within: when it waits, what it has its device let go of, and what it reports of steps."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from engines import examples_of, greedy, make_engine, prompts_of, watched
 from msgspec.structs import replace
+from process_server import looks_until, run
 from random_plans import PlannedBy
 
 from coserve.adapters import LoraConfig
 from coserve.devices.job_messages import DropCheckpoint, DropTrainer, TakeCheckpoint
 from coserve.devices.step_messages import StepFailure
 from coserve.engine.commands import AddRequest, JobStart, StartJob
-from coserve.engine.engine import Engine
 from coserve.jobs.examples import write_examples_file
-from coserve.protocol.messages import Shutdown, StepRecord, StepReport, decode_report, encode
+from coserve.protocol.messages import StepReport
 from coserve.server.ledger import Ledger
 from coserve.server.status import StatusBoard
 from coserve.tuning.config import TuningConfig
-from coserve.worker.process import EngineProcess
 
 LORA = LoraConfig(r=2, target_modules="all-linear")
-MOST_LOOKS = 3000
-
-
-class Server:
-    """The other end of the process's socket, in the same thread: whenever the process looks for a command, the script
-    says what has come (None: nothing). `waits_ms`: how long the process was ready to wait each time.
-    """
-
-    def __init__(self, script: Iterator[Any]) -> None:
-        self._script = script
-        self._command: Any = None
-        self.waits_ms: list[int | None] = []
-        self.reports: list[Any] = []
-
-    def poll(self, wait_ms: int | None) -> bool:
-        self.waits_ms.append(wait_ms)
-        self._command = next(self._script)
-        if self._command is None and wait_ms != 0:
-            time.sleep(0.001)
-        return self._command is not None
-
-    def recv(self) -> bytes:
-        return encode(self._command)
-
-    def send(self, report: bytes) -> None:
-        self.reports.append(decode_report(report))
-
-    @property
-    def steps(self) -> list[StepRecord]:
-        return [step for report in self.reports if isinstance(report, StepReport) for step in report.steps]
-
-
-def run(engine: Engine, script: Callable[[], Iterator[Any]]) -> Server:
-    """The process until the script is over, which ends with a shutdown."""
-
-    def until_shutdown() -> Iterator[Any]:
-        yield from script()
-        while True:
-            yield Shutdown(99)
-
-    server = Server(until_shutdown())
-    process: Any = EngineProcess(engine, server)  # type: ignore[arg-type]
-    process.run()
-    return server
-
-
-def looks_until(done: Callable[[], bool]) -> Iterator[None]:
-    """No command until something is so; for a test that fails, not for ever."""
-    for _ in range(MOST_LOOKS):
-        if done():
-            return
-        yield None
 
 
 def test_a_policy_that_runs_no_requests_does_not_have_the_process_spin():
