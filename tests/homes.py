@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 from coserve.engine.jobs.checkpoint import POSITION_FILE
 from coserve.jobs.files import Files
 from coserve.jobs.offline import transitions_at
-from coserve.jobs.recording import adapter_of
 from coserve.jobs.records import CheckpointRecord, FileRecord, JobRecord, new_id
+from coserve.jobs.report_writer import adapter_of
 from coserve.jobs.store import Store
 
 TENANT = "a"

@@ -7,7 +7,7 @@ from coserve.engine.commands import JobStart
 from coserve.errors import EngineGoneError
 from coserve.jobs.machine import Answer, JobMachine, Lives, Told
 from coserve.jobs.messages import JobEngine
-from coserve.jobs.states import Action
+from coserve.jobs.state import Action
 
 
 class EngineCalls:

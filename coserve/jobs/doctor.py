@@ -23,7 +23,7 @@ from coserve.jobs.folders import Folders
 from coserve.jobs.offline import transitions_at
 from coserve.jobs.records import AdapterRecord, CheckpointRecord, FileRecord, JobRecord
 from coserve.jobs.shared_files import entries
-from coserve.jobs.states import TRANSITIONS
+from coserve.jobs.state import TRANSITIONS
 from coserve.jobs.store import Store
 from coserve.models.files import weight_files
 

@@ -9,9 +9,9 @@ from coserve.errors import CoserveError, EngineGoneError, JobError, JobOverError
 from coserve.jobs.calls import EngineCalls
 from coserve.jobs.catalogue import JobAdapters
 from coserve.jobs.inbox import Item
+from coserve.jobs.job_writer import Transitions
 from coserve.jobs.machine import Answer, Gone, JobMachine, Lives, Told
-from coserve.jobs.recording import JobReportWriter, Report
-from coserve.jobs.transitions import Transitions
+from coserve.jobs.report_writer import JobReportWriter, Report
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from coserve.errors import CoserveError, StoreError
 from coserve.jobs.machine import Answer, Gone
-from coserve.jobs.recording import Report
+from coserve.jobs.report_writer import Report
 from coserve.jobs.store_retry import store_error
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from coserve.errors import CoserveError
 from coserve.jobs.deaths import MOST_DEATHS
 from coserve.jobs.estimate import ProgressMeter
 from coserve.jobs.records import JobRecord
-from coserve.jobs.states import Action, Holding, Wish
+from coserve.jobs.state import Action, Holding, Wish
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

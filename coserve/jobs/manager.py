@@ -15,21 +15,21 @@ from coserve.engine.commands import AdapterRef
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import JobError
 from coserve.jobs.catalogue import JobAdapters
+from coserve.jobs.driver import Reconciler
 from coserve.jobs.files import Files
 from coserve.jobs.folders import Folders
+from coserve.jobs.job_writer import Transitions
 from coserve.jobs.machine import Gone
+from coserve.jobs.mailbox import Turns
 from coserve.jobs.messages import Checkpointed, JobEngine
 from coserve.jobs.models import JobModels
 from coserve.jobs.names import model_name
-from coserve.jobs.places import Places, TenantLimit
-from coserve.jobs.reconciler import Reconciler
-from coserve.jobs.recording import JobReportWriter, Report
 from coserve.jobs.records import JobRecord, new_id
+from coserve.jobs.report_writer import JobReportWriter, Report
 from coserve.jobs.settings import JobSettings
-from coserve.jobs.states import Wish
+from coserve.jobs.slots import Places, TenantLimit
+from coserve.jobs.state import Wish
 from coserve.jobs.store import Store
-from coserve.jobs.transitions import Transitions
-from coserve.jobs.turns import Turns
 from coserve.jobs.validation import FileReader, Validated
 
 

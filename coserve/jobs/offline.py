@@ -5,10 +5,10 @@ from pathlib import Path
 from coserve.errors import JobError
 from coserve.jobs.files import Files
 from coserve.jobs.folders import Folders
+from coserve.jobs.job_writer import Transitions
 from coserve.jobs.manager import check_not_over
 from coserve.jobs.records import JobRecord
 from coserve.jobs.store import Store
-from coserve.jobs.transitions import Transitions
 
 
 def transitions_at(store: Store, home: Path) -> Transitions:

@@ -17,9 +17,9 @@ from coserve.errors import LimitError, StoreError
 from coserve.jobs.databases import database_url
 from coserve.jobs.files import Files
 from coserve.jobs.folders import Folders
+from coserve.jobs.job_writer import Transitions
 from coserve.jobs.records import FileRecord, JobRecord
 from coserve.jobs.store import Store
-from coserve.jobs.transitions import Transitions
 from coserve.settings import without_password
 
 NUM_THREADS, MOST = 6, 3

@@ -12,7 +12,6 @@ from coserve.errors import DataError, JobError, StoreError
 from coserve.jobs.deaths import Deaths
 from coserve.jobs.files import Files
 from coserve.jobs.folders import Folders
-from coserve.jobs.recording import JobReportWriter, Report
 from coserve.jobs.records import (
     AdapterRecord,
     CheckpointRecord,
@@ -22,6 +21,7 @@ from coserve.jobs.records import (
     JobRecord,
     ResponseRecord,
 )
+from coserve.jobs.report_writer import JobReportWriter, Report
 from coserve.jobs.store import Store
 
 

@@ -14,8 +14,8 @@ from homes import TENANT, HandMade
 
 from coserve.engine.commands import AdapterRef
 from coserve.errors import CoserveError, JobError, LimitError
-from coserve.jobs.recording import adapter_of
 from coserve.jobs.records import FileRecord, UploadRecord
+from coserve.jobs.report_writer import adapter_of
 from coserve.jobs.uploads import Uploads, status_of
 
 

@@ -18,7 +18,7 @@ from job_engine import TENANT, World
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import EngineGoneError, JobError, JobOverError
 from coserve.jobs.messages import Checkpointed
-from coserve.jobs.recording import Report
+from coserve.jobs.report_writer import Report
 
 NUM_STEPS = 14  # two epochs of seven
 ASKED: dict[str, Any] = {

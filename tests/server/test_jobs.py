@@ -23,9 +23,9 @@ from coserve.engine.jobs.checkpoint import JOB_FILES, Checkpoint
 from coserve.errors import DeviceMemoryError, EngineGoneError, JobError
 from coserve.jobs import validation
 from coserve.jobs.examples import read_training_file
+from coserve.jobs.job_writer import Transitions
 from coserve.jobs.models import JobModels
 from coserve.jobs.settings import job_settings
-from coserve.jobs.transitions import Transitions
 
 
 def run(coroutine):

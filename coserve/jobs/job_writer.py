@@ -12,11 +12,11 @@ from coserve.jobs.deaths import Deaths, after_death
 from coserve.jobs.files import QUOTA_RETRY_S, RESULTS, Files
 from coserve.jobs.folders import Folders, prune_records
 from coserve.jobs.outcome import add_model, num_trained_tokens
-from coserve.jobs.recording import adapter_of, job_event
 from coserve.jobs.records import CheckpointRecord, FileRecord, JobRecord, JobStatus, new_id
+from coserve.jobs.report_writer import adapter_of, job_event
 from coserve.jobs.results import FILENAME, results_csv
 from coserve.jobs.settings import JobSettings
-from coserve.jobs.states import is_legal
+from coserve.jobs.state import is_legal
 from coserve.jobs.store import Store
 from coserve.jobs.transaction import Transaction
 from coserve.jobs.validation import Validated

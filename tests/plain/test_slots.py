@@ -1,6 +1,6 @@
 """Who trains next."""
 
-from coserve.jobs.places import Places
+from coserve.jobs.slots import Places
 
 
 def test_tenants_take_turns_and_each_of_their_jobs_comes_in_order():

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from coserve.jobs.records import OVER
-from coserve.jobs.states import TRANSITIONS, is_legal, next_action, wish_of
+from coserve.jobs.state import TRANSITIONS, is_legal, next_action, wish_of
 
 LIVING = tuple(status for status in TRANSITIONS if status not in OVER)
 HOLDINGS = ("nothing", "running", "paused", "ended")

@@ -1,4 +1,4 @@
-"""Brings every job from what it is to what should be: see `coserve.jobs.states` for the rules.
+"""Brings every job from what it is to what should be: see `coserve.jobs.state` for the rules.
 
 What the store says is true. A job is `running` if the engine that lives now has taken it. When an engine is ready, and
 when the server starts, every unfinished job resumes from its newest checkpoint; what its events say after that is
@@ -25,15 +25,15 @@ from coserve.jobs.catalogue import JobAdapters
 from coserve.jobs.engine_reports import EngineReports
 from coserve.jobs.estimate import ProgressMeter
 from coserve.jobs.inbox import Inbox, Item
+from coserve.jobs.job_writer import TIMEOUT, Transitions
 from coserve.jobs.machine import Asked, Gone, JobMachine
 from coserve.jobs.messages import JobEngine
 from coserve.jobs.models import JobModels
-from coserve.jobs.places import Places
-from coserve.jobs.recording import JobReportWriter
 from coserve.jobs.records import JobRecord, JobStatus
-from coserve.jobs.states import Action, Wish, next_action, wish_of
+from coserve.jobs.report_writer import JobReportWriter
+from coserve.jobs.slots import Places
+from coserve.jobs.state import Action, Wish, next_action, wish_of
 from coserve.jobs.store_retry import StoreRetry, store_error
-from coserve.jobs.transitions import TIMEOUT, Transitions
 from coserve.jobs.validation import FileReader, Validated
 
 _log = logging.getLogger(__name__)
