@@ -10,9 +10,8 @@ from safetensors.numpy import save_file
 
 from coserve.engine.jobs.checkpoint import POSITION_FILE
 from coserve.jobs.files import Files
-from coserve.jobs.offline import transitions_at
-from coserve.jobs.records import CheckpointRecord, FileRecord, JobRecord, new_id
-from coserve.jobs.report_writer import adapter_of
+from coserve.jobs.offline import job_writer_at
+from coserve.jobs.records import CheckpointRecord, FileRecord, JobRecord, adapter_of, new_id
 from coserve.jobs.store import Store
 
 TENANT = "a"
@@ -26,7 +25,7 @@ class HandMade:
         path.mkdir(mode=0o700, exist_ok=True)
         self.store = Store.at(path, database)
         self.files = Files(self.store, path / "files")
-        self.transitions = transitions_at(self.store, path)
+        self.writer = job_writer_at(self.store, path)
 
     def upload(self, content: bytes = b"abc", purpose: str = "fine-tune") -> FileRecord:
         return self.files.create(TENANT, purpose=purpose, filename="data.jsonl", source=io.BytesIO(content))

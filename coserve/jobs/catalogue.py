@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from coserve.jobs.records import AdapterRecord, JobRecord
-from coserve.jobs.report_writer import adapter_of
+from coserve.jobs.records import AdapterRecord, JobRecord, adapter_of
 from coserve.jobs.store import Store
 
 

@@ -20,7 +20,7 @@ from coserve.home import closed_mode
 from coserve.jobs.backup import STAGE
 from coserve.jobs.batch_rows import BATCHES_FOLDER
 from coserve.jobs.folders import Folders
-from coserve.jobs.offline import transitions_at
+from coserve.jobs.offline import job_writer_at
 from coserve.jobs.records import AdapterRecord, CheckpointRecord, FileRecord, JobRecord
 from coserve.jobs.shared_files import entries
 from coserve.jobs.state import TRANSITIONS
@@ -157,7 +157,7 @@ def _jobs(home: _Home) -> Iterator[Finding]:
                 about=about,
                 problem=f"is {job.status}, and what only a running job needs is there",
                 remedy="is removed, as the next server would",
-                mend=partial(transitions_at(home.store, home.path).sweep, job.id),
+                mend=partial(job_writer_at(home.store, home.path).sweep, job.id),
             )
         if not job.is_terminal:
             yield from _what_it_needs(job, about, cancel, folders, contents)

@@ -1,372 +1,292 @@
-"""Brings every job from what it is to what should be: see `coserve.jobs.state` for the rules.
+"""Drives each job from its actual to its desired state: events in, `apply`, `plan`, and what the plan says.
 
-What the store says is true. A job is `running` if the engine that lives now has taken it. When an engine is ready, and
-when the server starts, every unfinished job resumes from its newest checkpoint; what its events say after that is
-forgotten, since it will happen again. So every step appears once, and every example is used once per epoch.
+The store is true: what an event brings is written there first, whole or not at all, and applied to the `JobState`
+after that. A job is `running` if the engine that lives now has taken it. When an engine is ready, and when the server
+starts, every unfinished job resumes from its newest checkpoint; what its events say after that is forgotten, since it
+will happen again. So every step appears once, and every example is used once per epoch.
 
-The engine may answer late: a pause is answered when its checkpoint is on disk. Nothing here waits for that. What the
-engine answers comes in as its reports do, and until then the job that it is about is left as it is; others are not.
+The engine may answer late: a pause is answered when its checkpoint is on disk. Nothing here waits for that. An answer
+is an event, and until it comes the job that it is about is left as it is; others are not.
 
-Nothing here waits for a store that cannot be written (its disk is full, say) either. Who asks for something is told so.
-What the engine has reported stays where it is, in order, and a job that could not be settled is put off alone: both are
-tried again until they can be done, and so are kept, once.
+Nothing here waits for a store that cannot be written (its disk is full, say) either. A client that asks for something
+gets an error. What the engine has reported stays where it is, in order, and a job that could not be settled is put off
+alone: both are tried again until they can be done, and so are kept, once.
 """
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from math import inf
-from typing import Any, Literal
 
 from coserve.errors import CoserveError, EngineGoneError, JobError, StoreError
-from coserve.jobs.calls import EngineCalls
+from coserve.jobs.actions import TOO_MANY_DEATHS, JobActions
 from coserve.jobs.catalogue import JobAdapters
-from coserve.jobs.engine_reports import EngineReports
-from coserve.jobs.estimate import ProgressMeter
-from coserve.jobs.inbox import Inbox, Item
-from coserve.jobs.job_writer import TIMEOUT, Transitions
-from coserve.jobs.machine import Asked, Gone, JobMachine
+from coserve.jobs.events import (
+    DesiredState,
+    EngineAnswered,
+    EngineEvent,
+    EngineLost,
+    EngineReady,
+    EngineReported,
+    JobFailed,
+    ReadingEnded,
+    RecordWritten,
+    TimeUp,
+)
+from coserve.jobs.job_writer import TIMEOUT, JobWriter
+from coserve.jobs.live_jobs import LiveJobs, Waiter
+from coserve.jobs.mailbox import JobMailbox
 from coserve.jobs.messages import JobEngine
 from coserve.jobs.models import JobModels
-from coserve.jobs.records import JobRecord, JobStatus
+from coserve.jobs.plan import plan, refusal
+from coserve.jobs.records import JobRecord
 from coserve.jobs.report_writer import JobReportWriter
-from coserve.jobs.slots import Places
-from coserve.jobs.state import Action, Wish, next_action, wish_of
+from coserve.jobs.slots import TrainingSlots
+from coserve.jobs.state import JobState
 from coserve.jobs.store_retry import StoreRetry, store_error
 from coserve.jobs.validation import FileReader, Validated
 
 _log = logging.getLogger(__name__)
 
-# Reports that may wait for the store before the jobs that make them are held back.
-_MOST_WAITING_REPORTS = 1000
+# Events that may wait for the store before the jobs that report are paused.
+_MAX_WAITING_EVENTS = 1000
 
 
-class Reconciler:
-    """Called from one task (`Turns`), but for `put`, `close` and the questions."""
+class JobDriver:
+    """Called from the mailbox's task, but for `put`, `close` and the questions."""
 
     def __init__(
         self,
-        transitions: Transitions,
+        *,
+        writer: JobWriter,
         report_writer: JobReportWriter,
         adapters: JobAdapters,
         reader: FileReader,
         engine: JobEngine,
         models: JobModels,
         clock: Callable[[], float],
-        wake: Callable[[], None],
-        *,
-        places: Places,
+        slots: TrainingSlots,
         timeout_s: float = inf,
     ) -> None:
-        """models: jobs of others wait. wake: told that there is something to settle. timeout_s:
-        that a job may run.
-        """
-        self._transitions, self._report_writer = transitions, report_writer
-        self._adapters, self._reader = adapters, reader
-        self._models, self._clock, self._wake = models, clock, wake
-        self.places, self._timeout_s = places, timeout_s
-        self.is_closing = False
-        self._machines: defaultdict[str, JobMachine] = defaultdict(JobMachine)  # of jobs that have not ended
-        self._inbox = Inbox()
-        self._retry = StoreRetry(wake)
+        """timeout_s: how long a job may run."""
+        self._writer, self._report_writer, self._adapters = writer, report_writer, adapters
+        self._models, self._clock, self._timeout_s = models, clock, timeout_s
+        self.jobs = LiveJobs(slots)
         self._put_off: set[str] = set()  # jobs that could not be settled
-        self._engine_is_up = False
-        self._calls = EngineCalls(engine, self.put)
-        self._reports = EngineReports(
-            self._machines,
-            transitions,
-            report_writer,
-            adapters,
-            self._calls,
-            clock,
-            settle=self._settle_jobs,
-            settle_all=self.reconcile_all,
+        self.mailbox = JobMailbox(self.settle)
+        self._retry = StoreRetry(self.mailbox.wake)
+        self.actions = JobActions(
+            self.jobs,
+            writer=writer,
+            adapters=adapters,
+            reader=reader,
+            engine=engine,
+            models=models,
+            clock=clock,
+            timeout_s=timeout_s,
+            put=self.put,
         )
 
-    # -- questions ------------------------------------------------------------------
+    # -- life -----------------------------------------------------------------------
 
-    def meter(self, id: str) -> ProgressMeter | None:
-        """None unless it runs."""
-        machine = self._machines.get(id)
-        return None if machine is None else machine.meter
+    async def start(self, jobs: Collection[JobRecord]) -> None:
+        """Begin with the jobs that have not ended, which no engine has."""
+        for job in jobs:
+            self.add(job)
+        self.mailbox.start()
+        await self.mailbox.call(self._settle_all)
 
-    def asked(self, id: str) -> "asyncio.Future[JobRecord] | None":
-        """When what a client asked of a job is so; None if nothing is asked of it now."""
-        machine = self._machines.get(id)
-        return None if machine is None or machine.asked is None or not machine.is_asked else machine.asked.done
-
-    @property
-    def calls(self) -> Sequence["asyncio.Task[None]"]:
-        """What the engine has not answered yet."""
-        return self._calls.open
-
-    # -- what the engine says -------------------------------------------------------
-
-    def put(self, item: Item) -> None:
-        """Something to settle; returns at once."""
-        if item == "ready" or isinstance(item, Gone):
-            self._engine_is_up = item == "ready" or (self._engine_is_up and item.jobs is not None)
-        if isinstance(item, Gone):
-            self._calls.lives.end(item)
-        self._inbox.put(item)
-        self._wake()
+    def add(self, job: JobRecord) -> None:
+        """Take over a job from the store."""
+        self.jobs.add(JobState(job=job, has_model=job.base in self._models))
 
     async def close(self) -> None:
-        """When no turn comes any more: no answer is waited for, and who asked for something gets EngineGoneError."""
+        """Take what has been reported, and end: no answer is waited for, and clients that wait get EngineGoneError."""
+        await self.mailbox.close()
         self._retry.close()
-        await self._calls.close()
-        for machine in self._machines.values():
-            machine.refuse(EngineGoneError("the server is shutting down"))
+        await self.actions.close()
+        self.jobs.refuse_all(EngineGoneError("the server is shutting down"))
+
+    # -- events ---------------------------------------------------------------------
+
+    def put(self, event: EngineEvent) -> None:
+        """Have an event handled; returns at once. No engine that has died is told anything from now on."""
+        if isinstance(event, EngineLost | EngineReady):
+            self.jobs.announce(event)
+        self.mailbox.put(event)
 
     async def settle(self) -> None:
-        """Take in all that the engine has said so far, as far as the store takes it."""
-        is_early = self._retry.is_waiting and not self.is_closing
-        if self._inbox.blocked is not None and is_early:
+        """Handle all events so far, as far as the store takes them, and what was put off."""
+        is_early = self._retry.is_waiting and not self.mailbox.is_closing
+        if self.mailbox.blocked is not None and is_early:
             return
-        await self._inbox.take_in(self._reports.take_in)
-        if self._inbox.blocked is not None:
-            self._hold_back(self._inbox.blocked)
+        await self.mailbox.take_events(self._take)
+        if self.mailbox.blocked is not None:
+            self._hold_back(self.mailbox.blocked)
             return
         if is_early:
             return
         again, self._put_off = self._put_off, set()
-        for id in again:
-            await self.settle_job(id)
+        await self._settle_jobs(again)
         if not self._put_off:
             self._retry.worked()
-        while (next := self.places.next()) is not None:
+        while (next := self.jobs.grant_next_slot()) is not None:
             await self.settle_job(next)
-            if self.places.next() == next:  # it is put off
-                break
 
-    async def settle_job(self, id: str) -> JobRecord | None:
-        """Do what there is to do with a job now; the job as it is then. What the store does not take is put off, and
-        whatever goes wrong is the fault of no other job: then None.
+    async def _take(self, events: Sequence[EngineEvent]) -> None:
+        """Handle events. StoreError or OSError: nothing of it was done, and it can be tried again.
+
+        Args:
+            events: Reports, or one event of another kind.
         """
-        try:
-            return await self.reconcile(id)
-        except (StoreError, OSError) as error:
-            reason = store_error(error)
-            self._put_off.add(id)
-            self._retry.failed(reason)
-            self._machines[id].put_off(reason)
-        except Exception as error:
-            _log.exception("job %s could not be settled: %s", id, error)
-            self._machines[id].refuse(JobError(f"Job {id} could not be changed; the server's log says why"))
-        return None
+        first = events[0]
+        match first:
+            case EngineReported():
+                await self._take_reports([each for each in events if isinstance(each, EngineReported)])
+            case EngineAnswered():
+                await self._take_answer(first)
+            case EngineLost():
+                await self._take_loss(first)
+            case EngineReady():
+                self.jobs.apply_ready(first)
+                await self._settle_all()
+            case TimeUp():
+                await self._take_time(first.job)
+
+    async def _take_reports(self, reports: Sequence[EngineReported]) -> None:
+        for id in {id for report in reports for id in report.jobs}:
+            pending = self.jobs[id].pending if id in self.jobs else None
+            if pending is not None and pending.command == "start":  # the job has been taken: its answer is on the way
+                await self._take_answer(EngineAnswered(job=id, command=pending))
+        last_step_s = {state.id: state.last_step_s for state in self.jobs if state.engine != "absent"}
+        recorded = await asyncio.to_thread(self._report_writer.write, reports, last_step_s, self._clock())
+        for id, events in recorded.events.items():
+            for event in events:
+                self.jobs.apply(id, event)
+        for job in recorded.published.values():
+            if job.settings["live"] and not job.is_terminal:
+                self._adapters.add_live(job)
+        if recorded.num_checkpoints:
+            self._adapters.changed()
+        # A job has succeeded when its last checkpoint is there, which may come later.
+        await self._settle_jobs([state.id for state in self.jobs if state.has_ended])
+
+    async def _take_answer(self, answer: EngineAnswered) -> None:
+        id, command, error = answer.job, answer.command, answer.error
+        state = self.jobs.get(id)
+        if state is None or state.pending != command:  # the job has ended meanwhile, or has been seen to run
+            return
+        refused = refusal(state, answer, is_current=self.jobs.is_current(id, command))
+        self.jobs.apply(id, answer)
+        if refused is not None:
+            if not isinstance(error, EngineGoneError):
+                _log.error("job %s: the engine did not do %r: %s", id, command.command, error)
+            self.jobs.refuse(id, refused)
+            return
+        if error is not None and not isinstance(error, CoserveError):  # a bug; of this job alone
+            _log.error("job %s could not be started", id, exc_info=error)
+        await self.settle_job(id)
+
+    async def _take_loss(self, loss: EngineLost) -> None:
+        """Have the jobs of an engine that has died wait for the next one."""
+        self._adapters.lose_live(loss.had)  # first: who reads in the store that they wait must not find them served
+        lost = [state.id for state in self.jobs if loss.had(state.id) and state.engine != "absent"]
+        queued, fatal = await asyncio.to_thread(self._writer.lose_engine, lost, loss.under_way)
+        self.jobs.apply_loss(loss)
+        for job in queued:
+            self.jobs.apply(job.id, RecordWritten(job=job))
+        for id in fatal:
+            self.jobs.apply(id, TOO_MANY_DEATHS)
+        await self._settle_jobs(fatal)
+
+    async def _take_time(self, id: str) -> None:
+        state = self.jobs.get(id)
+        if state is None or state.failure is not None or state.ran_s(self._clock()) < self._timeout_s:
+            return
+        message = f"the job has run for the {self._timeout_s:g} s that a job may (--job-timeout)"
+        self.jobs.apply(id, JobFailed(code=TIMEOUT, message=message))
+        await self.settle_job(id)
 
     def _hold_back(self, error: CoserveError) -> None:
-        """The store does not take what comes first. Who waits is told; jobs that report too much rest meanwhile: when
-        that has been taken in, they are resumed as any job is that should run and does not.
+        """The store does not take the first event. Clients that wait get an error; jobs are paused if they report too
+        much meanwhile: when that has been taken, they are resumed as any job is that should run and does not.
         """
         self._retry.failed(error)
-        for id, machine in self._machines.items():
-            machine.put_off(error)
-            if len(self._inbox) > _MOST_WAITING_REPORTS and machine.holding == "running" and machine.told is None:
-                self._tell("tell_pause", id)
+        for state in self.jobs:
+            self.jobs.put_off(state.id, error)
+            if self.mailbox.num_events > _MAX_WAITING_EVENTS and state.engine == "running" and state.pending is None:
+                self.actions.tell(state.id, "pause")
+
+    # -- what clients ask -----------------------------------------------------------
+
+    async def ask(self, id: str, desired: DesiredState) -> Waiter:
+        """Have a job, of which nothing else is asked now, brought to what a client wants.
+
+        Raises:
+            StoreError, OSError: It cannot be kept now, and nothing has been done.
+            JobError: An end that was asked for before stands.
+        """
+        if self.mailbox.blocked is not None:
+            raise self.mailbox.blocked
+        before = self.jobs[id].asked
+        if before not in (None, desired):
+            raise JobError(f"Job {id} is being cancelled")
+        waiter = self.jobs.ask(id, desired)
+        try:
+            await self._advance(id)
+        except BaseException:
+            self.jobs.take_back(id, before)
+            raise
+        return waiter
+
+    async def read(self, id: str, found: Validated | JobError) -> None:
+        """Take what is in a job's files. StoreError or OSError: this is to be called again."""
+        if id not in self.jobs:
+            await asyncio.to_thread(self._writer.sweep, id)
+            return
+        if isinstance(found, JobError):
+            self.jobs.apply(id, JobFailed(code=f"invalid_{found.param}", message=str(found), param=found.param))
+        elif not self.jobs[id].job.validated:
+            job = await asyncio.to_thread(self._writer.validated, self.jobs[id].job, found)
+            self.jobs.apply(id, RecordWritten(job=job))
+        self.jobs.apply(id, ReadingEnded())
+        await self.settle_job(id)
 
     # -- the loop -------------------------------------------------------------------
 
-    async def reconcile_all(self) -> None:
-        """Every job that has not ended."""
-        jobs = await asyncio.to_thread(self._transitions.unfinished)
-        await self._settle_jobs([job.id for job in jobs])
+    async def _settle_all(self) -> None:
+        await self._settle_jobs([state.id for state in self.jobs])
 
     async def _settle_jobs(self, ids: Collection[str]) -> None:
         for id in ids:
             await self.settle_job(id)
 
-    async def ask(self, id: str, wish: Wish) -> "asyncio.Future[JobRecord]":
-        """A client wants something of a job, of which nothing else is asked now.
-
-        StoreError or OSError: it cannot be kept now, and nothing has been done. JobError: an end that was asked for
-        before stands.
+    async def settle_job(self, id: str) -> JobRecord | None:
+        """Do what there is to do with a job now; returns it as it is then. What the store does not take is put off,
+        and no other job suffers from what goes wrong with this one: then None.
         """
-        machine = self._machines[id]
-        assert not machine.is_asked, "one wish at a time"
-        if self._inbox.blocked is not None:
-            raise self._inbox.blocked
-        before = machine.asked
-        if before is not None and wish != before.wish:
-            raise JobError(f"Job {id} is being cancelled")
-        done: asyncio.Future[JobRecord] = asyncio.get_running_loop().create_future()
-        machine.asked = Asked(wish=wish, done=done)
         try:
-            await self.reconcile(id)
-        except BaseException:
-            machine.asked = before
-            raise
-        return done
+            return await self._advance(id)
+        except (StoreError, OSError) as error:
+            reason = store_error(error)
+            self._put_off.add(id)
+            self._retry.failed(reason)
+            self.jobs.put_off(id, reason)
+        except Exception as error:
+            _log.exception("job %s could not be settled: %s", id, error)
+            self.jobs.refuse(id, JobError(f"Job {id} could not be changed; the server's log says why"))
+        return None
 
-    async def reconcile(self, id: str) -> JobRecord:
-        """Do what there is to do with a job now, one step after the other; the job as it is then.
-
-        What should be is what a client has asked for, or what follows from the job's status.
+    async def _advance(self, id: str) -> JobRecord | None:
+        """Do what the plan says, one action after the other, until there is nothing left to do; returns the job as it
+        is then, None if it had ended before.
         """
-        while True:
-            job = await asyncio.to_thread(self._transitions.job, id)
-            if job.is_terminal:
-                return job
-            machine = self._machines[id]
-            if machine.failure is not None and machine.holding in ("nothing", "ended"):
-                return await self.end(id, "failed", machine.failure)
-            if machine.has_succeeded and await asyncio.to_thread(self._transitions.has_last_checkpoint, id):
-                return await self.end(id, "succeeded")
-            if machine.told is not None:
-                return job
-            action = next_action(
-                job.status,
-                wish=machine.wish or wish_of(job.status),
-                holding=machine.holding,
-                is_validated=job.validated,
-            )
-            if action is None or not await self._do(action, job):
-                break
-        job = await asyncio.to_thread(self._transitions.job, id)
-        machine.grant(job)
+        job: JobRecord | None = None
+        while (state := self.jobs.get(id)) is not None:
+            action = plan(state, can_start=self.jobs.can_start(id))
+            if action is None:
+                if state.pending is None:
+                    self.jobs.grant(id)
+                return state.job
+            job = await self.actions.do(action, state)
         return job
-
-    async def _do(self, action: Action, job: JobRecord) -> bool:
-        """Whether it could be done; False: there is nothing to do now but wait."""
-        if action == "read_files":
-            self._read(job)
-            return False
-        if action in ("start", "tell_resume") and not self._has_place(job):
-            if job.status == "paused":
-                await self._write("write_queued", job)
-            return False
-        if action == "start":
-            return await self._start(job)
-        if action == "tell_cancel":  # which cannot be taken back
-            await asyncio.to_thread(self._transitions.require_room, job.id)
-        if action.startswith("tell_"):
-            self._tell(action, job.id)
-        elif action == "write_cancelled":
-            await self.end(job.id, "cancelled")
-            self._reader.stop(job.id)
-        else:
-            await self._write(action, job)
-        return True
-
-    def _read(self, job: JobRecord) -> None:
-        if job.base in self._models:
-            self._reader.begin(job)
-
-    def _has_place(self, job: JobRecord) -> bool:
-        return job.base in self._models and self.places.ask(job.id, job.tenant)
-
-    def _may_start(self, id: str) -> bool:
-        """Whether there is an engine, and all that engines have done to a job so far has been taken in."""
-        is_settled = self._calls.lives.of(id) == self._reports.lives.of(id)
-        return self._engine_is_up and is_settled and "ready" not in self._inbox
-
-    async def _start(self, job: JobRecord) -> bool:
-        """Have the engine run a queued job from its newest checkpoint."""
-        if not self._may_start(job.id):
-            return False
-        deaths = await asyncio.to_thread(self._transitions.deaths, job.id)
-        if deaths is not None and deaths.are_too_many:  # the server ended before it could write that down
-            self._machines[job.id].set_aside()
-            return True
-        checkpoint, is_done = await asyncio.to_thread(self._transitions.roll_back, job)
-        self._adapters.changed()
-        if is_done:
-            await self.end(job.id, "succeeded")
-            return True
-        if not self._may_start(job.id):
-            return False
-        machine = self._machines[job.id]
-        directory = None if checkpoint is None else checkpoint.directory
-        alone = 0 if deaths is None else deaths.alone_until_step
-        start = self._transitions.start_of(
-            job, directory, alone_until_step=alone, model=self._models.engine_name(job.base)
-        )
-        machine.holding = "running"
-        machine.resumed_step, machine.was_resumed = 0 if checkpoint is None else checkpoint.step, False
-        self._measure_anew(job.id)
-        self._watch_time(job.id)
-        self._calls.start(machine, start, life=self._reports.lives.of(job.id))
-        return True
-
-    def _tell(self, action: Action, id: str) -> None:
-        if action == "tell_resume":
-            self._measure_anew(id)
-            self._watch_time(id)
-        elif action in ("tell_pause", "tell_cancel"):
-            self._machines[id].rest(self._clock())
-        self._calls.tell(self._machines[id], action, id, life=self._reports.lives.of(id))
-
-    def _watch_time(self, id: str) -> None:
-        """It runs from now on, and may do so for what is left of its time."""
-        machine, now_s = self._machines[id], self._clock()
-        machine.run(now_s)
-        if self._timeout_s < inf:
-            left_s = max(0.0, self._timeout_s - machine.ran_s(now_s))
-            asyncio.get_running_loop().call_later(left_s, self._check_time, id)
-
-    def _check_time(self, id: str) -> None:
-        machine = self._machines.get(id)
-        if machine is None or machine.failure is not None or machine.ran_s(self._clock()) < self._timeout_s:
-            return
-        message = f"the job has run for the {self._timeout_s:g} s that a job may (--job-timeout)"
-        machine.failure = {"code": TIMEOUT, "message": message, "param": None}
-        self._put_off.add(id)
-        self._wake()
-
-    def _measure_anew(self, id: str) -> None:
-        self._machines[id].meter = ProgressMeter(self._clock())
-        self._report_writer.begin(id)
-
-    async def _write(self, action: Action, job: JobRecord) -> None:
-        """A state of a job that has not ended, with the event that tells it."""
-        machine = self._machines[job.id]
-        status: JobStatus
-        message: str | None = None
-        if action == "write_paused":
-            status, message, machine.meter = "paused", "Fine-tuning job paused", None
-            self.places.leave(job.id)
-        elif action == "write_running":
-            status, message = "running", _beginning(job, machine)
-        else:
-            status = "validating_files" if action == "write_validating" else "queued"
-            message = "Fine-tuning job resumed" if job.status == "paused" else None
-        await asyncio.to_thread(self._transitions.change, job.id, status, message)
-
-    # -- other changes --------------------------------------------------------------
-
-    async def files_read(self, id: str, found: Validated | JobError) -> None:
-        """What is in a job's files is known. StoreError or OSError: that is to be told again."""
-        job = await asyncio.to_thread(self._transitions.job, id)
-        if job.is_terminal:
-            await asyncio.to_thread(self._transitions.sweep, id)
-        elif isinstance(found, JobError):
-            error = {"code": f"invalid_{found.param}", "message": str(found), "param": found.param}
-            await self.end(id, "failed", error)
-        elif not job.validated:
-            await asyncio.to_thread(self._transitions.validated, job, found)
-            await self.settle_job(id)
-
-    async def end(
-        self, id: str, status: Literal["succeeded", "failed", "cancelled"], error: dict[str, Any] | None = None
-    ) -> JobRecord:
-        """A job ends: what an engine may still say of it is too late."""
-        job = await asyncio.to_thread(self._transitions.end, id, status, error)
-        machine = self._machines.pop(id, None)
-        self.places.leave(id)
-        self._adapters.remove_live(job)
-        self._adapters.changed()
-        if machine is not None:
-            machine.grant(job)
-        return job
-
-
-def _beginning(job: JobRecord, machine: JobMachine) -> str:
-    """What is told of a job that runs from now on. One that was resumed and waited for a place has been told so."""
-    if machine.was_resumed:
-        return "Fine-tuning job resumed" if job.status == "paused" else _resuming(job.num_steps_done)
-    return _resuming(machine.resumed_step) if machine.resumed_step else "Fine-tuning job started"
-
-
-def _resuming(step: int) -> str:
-    return f"Fine-tuning resumes from step {step}"

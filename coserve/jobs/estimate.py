@@ -1,6 +1,6 @@
 """When a job will be done, from what was measured of it, or before it runs, of its model."""
 
-from collections import deque
+from dataclasses import dataclass
 
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.plan import JobView
@@ -11,16 +11,17 @@ from coserve.tuning.order import PackMembers, TrainingOrder
 _WINDOW = 32
 
 
+@dataclass(frozen=True)
 class ProgressMeter:
-    """The steps of one job while it runs; a pause, or another engine, starts it anew."""
+    """The steps of one run of a job; a pause, or another engine, begins a new one."""
 
-    def __init__(self, now_s: float) -> None:
-        """now_s: when it began to run, in seconds of any clock that does not jump."""
-        self._times_s: deque[float] = deque([now_s], maxlen=_WINDOW + 1)
+    # When the last steps were done, in seconds of any clock that does not jump; the first of them is where the window
+    # begins: when the run began, until it has made many steps.
+    times_s: tuple[float, ...]
 
-    def steps_done(self, num_steps: int, now_s: float) -> None:
-        """As many more optimizer steps."""
-        self._times_s.extend([now_s] * num_steps)
+    def after_steps(self, num_steps: int, now_s: float) -> "ProgressMeter":
+        """Return the meter after this many more optimizer steps."""
+        return ProgressMeter((*self.times_s, *[now_s] * num_steps)[-_WINDOW - 1 :])
 
     def seconds_left(self, num_steps: int, now_s: float) -> float | None:
         """For as many more steps; None before one is done.
@@ -28,10 +29,10 @@ class ProgressMeter:
         A step that has taken longer than the others did counts with what it has taken: a job that requests
         hold up is not promised for soon.
         """
-        num_done = len(self._times_s) - 1
+        num_done = len(self.times_s) - 1
         if not num_done:
             return None
-        first_s, last_s = self._times_s[0], self._times_s[-1]
+        first_s, last_s = self.times_s[0], self.times_s[-1]
         step_s = max((last_s - first_s) / num_done, (now_s - first_s) / (num_done + 1))
         return max(0.0, num_steps * step_s - (now_s - last_s))
 

@@ -1,8 +1,8 @@
-"""Every change of a job's state as it is written down, in the store (whole, or not at all) and on disk. Calls block."""
+"""Every change of a job as it is written into the store (whole, or not at all) and on disk. Calls block."""
 
 import time
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +12,7 @@ from coserve.jobs.deaths import Deaths, after_death
 from coserve.jobs.files import QUOTA_RETRY_S, RESULTS, Files
 from coserve.jobs.folders import Folders, prune_records
 from coserve.jobs.outcome import add_model, num_trained_tokens
-from coserve.jobs.records import CheckpointRecord, FileRecord, JobRecord, JobStatus, new_id
-from coserve.jobs.report_writer import adapter_of, job_event
+from coserve.jobs.records import CheckpointRecord, FileRecord, JobRecord, JobStatus, adapter_of, job_event, new_id
 from coserve.jobs.results import FILENAME, results_csv
 from coserve.jobs.settings import JobSettings
 from coserve.jobs.state import is_legal
@@ -25,7 +24,28 @@ from coserve.jobs.validation import Validated
 TIMEOUT = "job_timeout"
 
 
-class Transitions:
+@dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """Where a job resumes, or that it does not."""
+
+    # As it is now: what came after the checkpoint is forgotten.
+    job: JobRecord
+    # The checkpoint; None: the job begins anew.
+    checkpoint: CheckpointRecord | None = None
+    # Step of the newest checkpoint that users were promised; None: there is none.
+    listed_step: int | None = None
+    # Whether nothing is left to be done.
+    is_done: bool = False
+    # Engines that died while they worked for the job; None: it is not suspected.
+    deaths: Deaths | None = None
+
+    @property
+    def are_deaths_too_many(self) -> bool:
+        """Whether the job is to fail instead; then nothing was rolled back."""
+        return self.deaths is not None and self.deaths.are_too_many
+
+
+class JobWriter:
     """The only one that changes a job's status."""
 
     def __init__(self, store: Store, files: Files, folders: Folders) -> None:
@@ -45,20 +65,9 @@ class Transitions:
         assert found is not None, f"job {id} is not in the store"
         return found
 
-    def unfinished(self) -> tuple[JobRecord, ...]:
-        """Of every tenant, the oldest first."""
-        with self._store.read() as transaction:
-            return transaction.unfinished_jobs()
-
-    def has_last_checkpoint(self, id: str) -> bool:
-        """Return whether the checkpoint after the last step that a job has made is there: it may have stopped early."""
-        job = self.job(id)
-        with self._store.read() as transaction:
-            return any(each.listed and each.step == job.num_steps_done for each in transaction.all_checkpoints(id))
-
-    def start_of(self, job: JobRecord, checkpoint: str | None, *, alone_until_step: int, model: str = "") -> JobStart:
-        """All that an engine needs to run a job. checkpoint: the directory to resume from. model: see `JobStart`."""
-        settings = JobSettings.from_data(job.settings)
+    def start_of(self, point: ResumePoint, *, model: str = "") -> JobStart:
+        """Return all that an engine needs to run a job from there. model: see `JobStart`."""
+        job, settings = point.job, JobSettings.from_data(point.job.settings)
         return JobStart(
             id=job.id,
             name=job.name,
@@ -67,12 +76,12 @@ class Transitions:
             config=settings.tuning_config(job.num_examples),
             adapter=settings.adapter,
             start=None if job.start is None else AdapterRef(**job.start),
-            checkpoint=checkpoint,
+            checkpoint=None if point.checkpoint is None else point.checkpoint.directory,
             checkpoints=str(self._folders.checkpoints(job.id)),
             checkpoint_every_steps=settings.checkpoint_every_steps,
             keep_best=settings.keep_best,
             tenant=job.tenant,
-            alone_until_step=alone_until_step,
+            alone_until_step=0 if point.deaths is None else point.deaths.alone_until_step,
             model=model,
             data_parallel=settings.data_parallel,
         )
@@ -158,30 +167,35 @@ class Transitions:
 
     # -- with engines that come and go ----------------------------------------------
 
-    def engine_died(self, lost: Collection[str], under_way: Collection[str] | None) -> list[str]:
-        """The engine that had these jobs has died, and they wait for the next one. under_way: those that it may have
-        died of; None: any. Returns those that engines have died of too often.
+    def lose_engine(
+        self, lost: Collection[str], under_way: Collection[str] | None
+    ) -> tuple[tuple[JobRecord, ...], frozenset[str]]:
+        """Write that the engine which had these jobs has died: they wait for the next one.
+
+        Args:
+            lost: Jobs that the engine had.
+            under_way: Jobs that the engine may have died of; None: any.
+
+        Returns:
+            The jobs that are queued now, and the ids of those that engines have died of too many times.
         """
         with self._store.write() as transaction:
             jobs = [job for job in transaction.unfinished_jobs() if job.id in lost and job.status != "paused"]
-            for job in jobs:
-                _change(transaction, job, "queued")
+            queued = tuple(_change(transaction, job, "queued") for job in jobs)
             blamed = {job.id: job.num_steps_done for job in jobs if under_way is None or job.id in under_way}
             suspected = after_death(transaction.deaths(), blamed)
             transaction.put_deaths(suspected)
-        return [id for id in blamed if suspected[id].are_too_many]
+        return queued, frozenset(id for id in blamed if suspected[id].are_too_many)
 
-    def deaths(self, id: str) -> Deaths | None:
-        """Of engines that worked for a job; None if it is not suspected."""
-        with self._store.read() as transaction:
-            return transaction.deaths().get(id)
-
-    def roll_back(self, job: JobRecord) -> tuple[CheckpointRecord | None, bool]:
-        """The checkpoint to resume from; everything after it is forgotten, as if it had not been. And whether there is
-        nothing left to be done.
+    def roll_back(self, id: str) -> ResumePoint:
+        """Forget all that a job did after its newest checkpoint, as if it had not been, unless nothing is left to be
+        done, or engines have died of it too many times.
         """
         with self._store.read() as transaction:
-            checkpoints = transaction.all_checkpoints(job.id)
+            checkpoints, deaths = transaction.all_checkpoints(id), transaction.deaths().get(id)
+        job = self.job(id)
+        if deaths is not None and deaths.are_too_many:  # the server ended before it could write that down
+            return ResumePoint(job=job, deaths=deaths)
         found = self._folders.resume_point(checkpoints)
         last = checkpoints[-1] if checkpoints else None
         # The last checkpoint of all is the adapter alone, if the engine wrote it when the job had ended.
@@ -189,10 +203,11 @@ class Transitions:
         is_done = last is not None and found is not last and is_final and self._folders.has_adapter(last)
         with self._store.write() as transaction:
             if not is_done:
-                transaction.roll_back(job.id, 0 if found is None else found.step)
+                job = transaction.roll_back(id, 0 if found is None else found.step)
             kept, _ = prune_records(transaction, job, is_terminal=False)
-        self._folders.sweep(job.id, kept, is_terminal=False)
-        return found, is_done
+        self._folders.sweep(id, kept, is_terminal=False)
+        listed_step = max((each.step for each in kept if each.listed), default=None)
+        return ResumePoint(job=job, checkpoint=found, listed_step=listed_step, is_done=is_done, deaths=deaths)
 
     # -- endings --------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """What clients may ask of jobs, and what an engine reports of them: the room's front.
 
-All changes go through one task (`Turns`), and from there to the `Reconciler`, which brings each job from what it is to
-what should be. That task waits for the store alone. Who asks for a change waits, besides, for what the engine answers
-about that job, and so for its checkpoints; nothing that is asked of another job does.
+All changes go through the one task of a `JobMailbox` to the `JobDriver`, which drives each job from its actual to its
+desired state. That task waits for the store alone. A client that asks for a change waits, besides, for what the engine
+answers about that job, and so for its checkpoints; nothing that is asked of another job does.
 """
 
 import asyncio
@@ -15,20 +15,19 @@ from coserve.engine.commands import AdapterRef
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import JobError
 from coserve.jobs.catalogue import JobAdapters
-from coserve.jobs.driver import Reconciler
+from coserve.jobs.driver import JobDriver
+from coserve.jobs.events import DesiredState, EngineLost, EngineReady, EngineReported
 from coserve.jobs.files import Files
 from coserve.jobs.folders import Folders
-from coserve.jobs.job_writer import Transitions
-from coserve.jobs.machine import Gone
-from coserve.jobs.mailbox import Turns
+from coserve.jobs.job_writer import JobWriter
+from coserve.jobs.live_jobs import Waiter
 from coserve.jobs.messages import Checkpointed, JobEngine
 from coserve.jobs.models import JobModels
 from coserve.jobs.names import model_name
 from coserve.jobs.records import JobRecord, new_id
-from coserve.jobs.report_writer import JobReportWriter, Report
+from coserve.jobs.report_writer import JobReportWriter
 from coserve.jobs.settings import JobSettings
-from coserve.jobs.slots import Places, TenantLimit
-from coserve.jobs.state import Wish
+from coserve.jobs.slots import TenantLimit, TrainingSlots
 from coserve.jobs.store import Store
 from coserve.jobs.validation import FileReader, Validated
 
@@ -54,66 +53,61 @@ class JobManager:
         """
         self.store, self.files, self.models = store, files, models
         folders = Folders(directory, files.shared)
-        self._transitions = Transitions(store, files, folders)
+        self._writer = JobWriter(store, files, folders)
         self.adapters = JobAdapters(store, models.served.name)
         self._reader = FileReader(files, folders, models, self._files_read)
-        self._reconciler = Reconciler(
-            self._transitions,
-            JobReportWriter(store, folders),
-            self.adapters,
-            self._reader,
-            engine,
-            models,
-            clock,
-            wake=lambda: self.turns.wake(),
-            places=Places(max_running, max_running_of),
+        self._driver = JobDriver(
+            writer=self._writer,
+            report_writer=JobReportWriter(store, folders),
+            adapters=self.adapters,
+            reader=self._reader,
+            engine=engine,
+            models=models,
+            clock=clock,
+            slots=TrainingSlots(max_running, max_running_of),
             timeout_s=timeout_s,
         )
+        self.mailbox = self._driver.mailbox
         self._clock = clock
-        self.turns = Turns(self._reconciler.settle)
 
     # -- life -----------------------------------------------------------------------
 
     async def start(self) -> None:
         """Remove what a process that ended anywhere left half done, and begin."""
-        await asyncio.to_thread(self._transitions.tidy)
-        self.turns.start()
-        await self.turns.call(self._reconciler.reconcile_all)
+        await self._driver.start(await asyncio.to_thread(self._writer.tidy))
 
     async def close(self) -> None:
         """Write down what has been reported, and end. Jobs resume at the next start."""
-        self._reconciler.is_closing = True
         self._reader.stop_all()
-        await self.turns.close()
-        await self._reconciler.close()
+        await self._driver.close()
         await self._reader.wait()
 
     async def settled(self) -> None:
-        """Until files have been read, and all that was asked for, answered and reported so far has been done."""
+        """Wait until files have been read, and all that was asked for, answered and reported so far has been done."""
         await self._reader.wait()
 
         async def nothing() -> None:
             return None
 
-        await self.turns.call(nothing)
-        while calls := self._reconciler.calls:
-            await asyncio.wait(calls)
-            await self.turns.call(nothing)
+        await self.mailbox.call(nothing)
+        while commands := self._driver.actions.open_commands:
+            await asyncio.wait(commands)
+            await self.mailbox.call(nothing)
 
     # -- what the engine says (on the event loop; returns at once) ------------------
 
     def engine_ready(self) -> None:
         """A fresh engine takes commands."""
-        self._reconciler.put("ready")
+        self._driver.put(EngineReady())
 
     def engine_gone(self, under_way: Collection[str] | None = None, jobs: Collection[str] | None = None) -> None:
-        """One has died; see `Gone`."""
-        self._reconciler.put(Gone(under_way=under_way, jobs=jobs))
+        """An engine has died; see `EngineLost`."""
+        self._driver.put(EngineLost(now_s=self._clock(), under_way=under_way, jobs=jobs))
 
     def engine_reported(self, events: Sequence[JobEvent], checkpoints: Sequence[Checkpointed]) -> None:
         """What it reports, in the order in which it was reported."""
         if events or checkpoints:
-            self._reconciler.put(Report(events=events, checkpoints=checkpoints))
+            self._driver.put(EngineReported(events=events, checkpoints=checkpoints))
 
     # -- what clients ask for -------------------------------------------------------
 
@@ -163,7 +157,7 @@ class JobManager:
             settings=settings.to_data(),
             start=None if start is None else {"name": start.name, "directory": start.directory},
         )
-        return await self.turns.call(lambda: self._create(record, max_jobs))
+        return await self.mailbox.call(lambda: self._create(record, max_jobs))
 
     async def cancel(self, tenant: str, id: str) -> JobRecord:
         """End a job; JobError if there is none, or it has ended."""
@@ -174,7 +168,7 @@ class JobManager:
         return await self._change(tenant, id, "rest")
 
     async def resume(self, tenant: str, id: str) -> JobRecord:
-        """The inverse; JobError if it is not paused."""
+        """Resume a paused job; JobError if it is not paused."""
         return await self._change(tenant, id, "run")
 
     async def delete_adapter(self, tenant: str, name: str) -> tuple[str, ...]:
@@ -185,11 +179,11 @@ class JobManager:
         Raises:
             JobError: a job that has not ended still needs it.
         """
-        return await self.turns.call(lambda: self._delete_adapter(tenant, name))
+        return await self.mailbox.call(lambda: self._delete_adapter(tenant, name))
 
     def queue_position(self, job: JobRecord) -> int | None:
-        """Of one that waits for a place to train: 1 is the next."""
-        return self._reconciler.places.position(job.id)
+        """Return the position of a job that waits for a slot to train in: 1 is the next."""
+        return self._driver.jobs.slot_position(job.id)
 
     def share_validated(self, job: JobRecord) -> float | None:
         """Of the bytes of its files, while they are read."""
@@ -197,53 +191,54 @@ class JobManager:
 
     def estimated_finish(self, job: JobRecord) -> int | None:
         """Unix time; None unless it is running and has made a step since that began."""
-        meter = self._reconciler.meter(job.id)
-        if job.status != "running" or meter is None:
+        state = self._driver.jobs.get(job.id)
+        if job.status != "running" or state is None or state.meter is None:
             return None
-        seconds = meter.seconds_left(job.num_steps - job.num_steps_done, self._clock())
+        seconds = state.meter.seconds_left(job.num_steps - job.num_steps_done, self._clock())
         return None if seconds is None else int(time.time() + seconds)
 
-    # -- outside of the turns ---------------------------------------------------------
+    # -- outside of the mailbox ---------------------------------------------------------
 
-    async def _change(self, tenant: str, id: str, wish: Wish) -> JobRecord:
+    async def _change(self, tenant: str, id: str, desired: DesiredState) -> JobRecord:
         """Ask for it, and wait until it is so."""
-        while (asked := await self.turns.call(lambda: self._ask(tenant, id, wish))) is None:
-            if (earlier := self._reconciler.asked(id)) is not None:
+        while (asked := await self.mailbox.call(lambda: self._ask(tenant, id, desired))) is None:
+            if (earlier := self._driver.jobs.waiter(id)) is not None:
                 await asyncio.wait([earlier])
         # A client that gives up does not take back what it asked for.
         job = await asyncio.shield(asked)
-        if not (wish == "end" and job.status == "cancelled"):  # then it may have ended while the engine was told
-            check_not_over(job, unless_resumed=wish == "run")
+        if not (desired == "end" and job.status == "cancelled"):  # then it may have ended while the engine was told
+            check_not_over(job, unless_resumed=desired == "run")
         return job
 
-    # -- in turn --------------------------------------------------------------------
+    # -- in the mailbox's task --------------------------------------------------------------------
 
     async def _create(self, record: JobRecord, max_jobs: int | None) -> JobRecord:
-        await asyncio.to_thread(self._transitions.add, record, max_jobs)
-        return await self._reconciler.settle_job(record.id) or record
+        await asyncio.to_thread(self._writer.add, record, max_jobs)
+        self._driver.add(record)
+        return await self._driver.settle_job(record.id) or record
 
     async def _files_read(self, id: str, found: Validated | JobError) -> None:
-        await self.turns.call(lambda: self._reconciler.files_read(id, found))
+        await self.mailbox.call(lambda: self._driver.read(id, found))
 
-    async def _ask(self, tenant: str, id: str, wish: Wish) -> "asyncio.Future[JobRecord] | None":
+    async def _ask(self, tenant: str, id: str, desired: DesiredState) -> Waiter | None:
         """None: something else has been asked of the job, and comes first."""
-        job = await asyncio.to_thread(self._transitions.find, tenant, id)
+        job = await asyncio.to_thread(self._writer.find, tenant, id)
         if job is None:
             raise JobError(f"There is no fine-tuning job {id!r}")
-        if self._reconciler.asked(id) is not None:
+        if self._driver.jobs.waiter(id) is not None:
             return None
         check_not_over(job)
-        if wish == "rest" and job.status == "paused":
+        if desired == "rest" and job.status == "paused":
             raise JobError(f"Job {id} is paused already")
-        if wish == "run" and job.status != "paused":
+        if desired == "run" and job.status != "paused":
             raise JobError(f"Job {id} is not paused: it is {job.status}")
-        if wish == "run" and not job.validated and job.base not in self.models:
+        if desired == "run" and not job.validated and job.base not in self.models:
             raise JobError(f"Job {id} is of the model {job.base}, which is not here now", param="model")
-        return await self._reconciler.ask(id, wish)
+        return await self._driver.ask(id, desired)
 
     async def _delete_adapter(self, tenant: str, name: str) -> tuple[str, ...]:
         is_live = self.adapters.is_live(tenant, name)
-        gone = await asyncio.to_thread(lambda: self._transitions.delete_adapter(tenant, name, is_live=is_live))
+        gone = await asyncio.to_thread(lambda: self._writer.delete_adapter(tenant, name, is_live=is_live))
         self.adapters.changed()
         return gone
 

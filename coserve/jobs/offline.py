@@ -5,15 +5,15 @@ from pathlib import Path
 from coserve.errors import JobError
 from coserve.jobs.files import Files
 from coserve.jobs.folders import Folders
-from coserve.jobs.job_writer import Transitions
+from coserve.jobs.job_writer import JobWriter
 from coserve.jobs.manager import check_not_over
 from coserve.jobs.records import JobRecord
 from coserve.jobs.store import Store
 
 
-def transitions_at(store: Store, home: Path) -> Transitions:
-    """Of the jobs in a home."""
-    return Transitions(store, Files(store, home / "files"), Folders(home / "jobs"))
+def job_writer_at(store: Store, home: Path) -> JobWriter:
+    """Return the writer of the jobs in a home."""
+    return JobWriter(store, Files(store, home / "files"), Folders(home / "jobs"))
 
 
 def cancel_job(store: Store, home: Path, id: str | None) -> JobRecord:
@@ -23,4 +23,4 @@ def cancel_job(store: Store, home: Path, id: str | None) -> JobRecord:
     if job is None:
         raise JobError("There are no fine-tuning jobs" if id is None else f"There is no fine-tuning job {id!r}")
     check_not_over(job)
-    return transitions_at(store, home).end(job.id, "cancelled")
+    return job_writer_at(store, home).end(job.id, "cancelled")

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from coserve.jobs.records import CheckpointRecord, JobRecord
-from coserve.jobs.report_writer import adapter_of, job_event
+from coserve.jobs.records import CheckpointRecord, JobRecord, adapter_of, job_event
 from coserve.jobs.settings import JobSettings
 from coserve.jobs.transaction import Transaction
 

@@ -4,6 +4,7 @@ seconds of Unix time.
 
 import secrets
 import string
+import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -224,3 +225,33 @@ class Page:
 
     items: tuple[Any, ...]
     has_more: bool
+
+
+def job_event(
+    job: JobRecord,
+    message: str,
+    *,
+    level: Level = "info",
+    kind: str = "",
+    step: int | None = None,
+    data: dict[str, Any] | None = None,
+) -> EventRecord:
+    """Make an event of a job, as of now."""
+    return EventRecord(
+        id=new_id("ftevent-"),
+        tenant=job.tenant,
+        job=job.id,
+        created_at=int(time.time()),
+        level=level,
+        message=message,
+        kind=kind,
+        step=step,
+        data=data or {},
+    )
+
+
+def adapter_of(job: JobRecord, name: str, directory: str | None) -> AdapterRecord:
+    """Make the record of an adapter that a job has made."""
+    return AdapterRecord(
+        tenant=job.tenant, name=name, base=job.base, directory=directory, job=job.id, created_at=int(time.time())
+    )

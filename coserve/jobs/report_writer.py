@@ -1,48 +1,33 @@
-"""From what an engine reports of jobs to what the store keeps."""
+"""From what an engine reports of jobs to what the store keeps, and to the events of their states."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from coserve.engine.jobs.events import JobEvent
+from coserve.jobs.events import CheckpointRecorded, EngineEnded, EngineReported, Event, RecordWritten, StepsRecorded
 from coserve.jobs.folders import Folders, prune_records
 from coserve.jobs.messages import Checkpointed
 from coserve.jobs.names import checkpoint_name
-from coserve.jobs.records import AdapterRecord, CheckpointRecord, EventRecord, JobRecord, Level, new_id
+from coserve.jobs.records import CheckpointRecord, JobRecord, Level, adapter_of, job_event, new_id
 from coserve.jobs.results import message_of, metrics_of
 from coserve.jobs.store import Store
 from coserve.jobs.transaction import Transaction
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What an engine reported at once."""
-
-    events: Sequence[JobEvent] = ()
-    checkpoints: Sequence[Checkpointed] = ()
-
-    @property
-    def jobs(self) -> set[str]:
-        """Those that it is about."""
-        return {event.job for event in self.events} | {each.job for each in self.checkpoints}
-
-
 @dataclass(kw_only=True)
-class Recorded:
-    """What of reports matters beyond the records.
+class RecordedReports:
+    """What follows from reports that are on record."""
 
-    num_steps: how many each job has made. last_step: the last of them. num_checkpoints: of all. ended: jobs that have
-    succeeded or failed, with the error. left: jobs that the engine does not run any more. published: those that
-    have published.
-    """
-
-    num_steps: dict[str, int] = field(default_factory=dict)
-    last_step: dict[str, int] = field(default_factory=dict)
-    num_checkpoints: int = 0
-    ended: dict[str, str | None] = field(default_factory=dict)
-    left: set[str] = field(default_factory=set)
+    # For the states of jobs, in order.
+    events: dict[str, list[Event]] = field(default_factory=dict)
+    # Live jobs that serve a version.
     published: dict[str, JobRecord] = field(default_factory=dict)
+    num_checkpoints: int = 0
+
+    def add(self, job: str, event: Event) -> None:
+        """Add an event of a job."""
+        self.events.setdefault(job, []).append(event)
 
 
 class JobReportWriter:
@@ -50,47 +35,70 @@ class JobReportWriter:
 
     def __init__(self, store: Store, folders: Folders) -> None:
         self._store, self._folders = store, folders
-        self._last_step_s: dict[str, float] = {}  # by the engine's clock
 
-    def begin(self, job: str) -> None:
-        """The engine has taken it: steps are timed anew."""
-        self._last_step_s.pop(job, None)
+    def write(
+        self, reports: Sequence[EngineReported], last_step_s: Mapping[str, float | None], now_s: float
+    ) -> RecordedReports:
+        """Write reports of the jobs that are the living engine's to report on. Blocks; safe to do again if it failed.
 
-    def record(self, reports: Sequence[Report], is_wanted: Callable[[str], bool]) -> Recorded:
-        """Blocks. is_wanted: whether a job is this engine's to report on. Safe to do again if it failed."""
-        recorded, replaced = Recorded(), dict[str, list[str]]()
-        too_late: list[str] = []
-        last_step_s = dict(self._last_step_s)
+        Args:
+            reports: In the order in which they came.
+            last_step_s: Those jobs, and the engine's time of their last optimizer step in this run, if there is one.
+            now_s: The time of these reports, by the server's clock.
+        """
+        batch = _Batch(last_step_s, now_s)
         with self._store.write() as transaction:
             for report in reports:
-                for event in report.events:
-                    if is_wanted(event.job):
-                        self._event(transaction, event, recorded, last_step_s)
-                for checkpoint in report.checkpoints:
-                    if is_wanted(checkpoint.job):
-                        recorded.num_checkpoints += 1
-                        replaced.setdefault(checkpoint.job, []).extend(self._checkpoint(transaction, checkpoint))
-                    elif (job := transaction.any_job(checkpoint.job)) is None or job.is_terminal:
-                        too_late.append(checkpoint.directory)
+                batch.write(transaction, report)
             for id, deaths in transaction.deaths().items():
-                if recorded.last_step.get(id, 0) >= deaths.alone_until_step:
+                if id in batch.stepped and batch.stepped[id].num_steps_done >= deaths.alone_until_step:
                     transaction.forget_deaths(id)
             pruned = [
-                (old, prune_records(transaction, self._job(transaction, id), is_terminal=False))
-                for id, old in replaced.items()
+                (old, prune_records(transaction, _job(transaction, id), is_terminal=False))
+                for id, old in batch.replaced.items()
             ]
-        self._last_step_s = last_step_s
-        self._folders.thin_out((), too_late)
+        self._folders.thin_out((), batch.too_late)
         for old, (kept, dropped) in pruned:
             self._folders.thin_out(kept, [*old, *dropped])
-        return recorded
+        return batch.finished()
 
-    def _event(
-        self, transaction: Transaction, event: JobEvent, recorded: Recorded, last_step_s: dict[str, float]
-    ) -> None:
-        job = self._job(transaction, event.job)
+
+class _Batch:
+    """Reports that are written in one transaction."""
+
+    def __init__(self, last_step_s: Mapping[str, float | None], now_s: float) -> None:
+        self._recorded, self._now_s = RecordedReports(), now_s
+        self._last_step_s = dict(last_step_s)
+        self._num_steps: dict[str, int] = {}
+        self.stepped: dict[str, JobRecord] = {}  # jobs that have made steps, as they are now
+        self.replaced: dict[str, list[str]] = {}  # directories of checkpoints that others took the place of, by job
+        self.too_late: list[str] = []  # directories of checkpoints of jobs that are over
+
+    def write(self, transaction: Transaction, report: EngineReported) -> None:
+        """Write one report."""
+        for event in report.events:
+            if event.job in self._last_step_s:
+                self._write_event(transaction, event)
+        for checkpoint in report.checkpoints:
+            if checkpoint.job in self._last_step_s:
+                self._write_checkpoint(transaction, checkpoint)
+            elif (job := transaction.any_job(checkpoint.job)) is None or job.is_terminal:
+                self.too_late.append(checkpoint.directory)
+
+    def finished(self) -> RecordedReports:
+        """Return what follows, when all is on record."""
+        for id, job in self.stepped.items():
+            last_step_s = self._last_step_s[id]
+            assert last_step_s is not None, "it has made a step"
+            steps = StepsRecorded(num_steps=self._num_steps[id], now_s=self._now_s, last_step_s=last_step_s)
+            self._recorded.events[id] = [RecordWritten(job=job), steps, *self._recorded.events.get(id, ())]
+        return self._recorded
+
+    def _write_event(self, transaction: Transaction, event: JobEvent) -> None:
+        job = _job(transaction, event.job)
         if event.kind in ("step", "evaluation"):
-            seconds = event.now_s - last_step_s.get(event.job, event.now_s)
+            last_step_s = self._last_step_s[event.job]
+            seconds = 0.0 if last_step_s is None else event.now_s - last_step_s
             data = metrics_of(
                 event, num_steps=job.num_steps, tokens_per_s=event.num_tokens / seconds if seconds else None
             )
@@ -98,26 +106,17 @@ class JobReportWriter:
             message = message_of(event, job.num_steps)
             transaction.add_event(job_event(job, message, level=level, kind=event.kind, step=event.step, data=data))
         if event.kind == "step":
-            last_step_s[event.job] = event.now_s
-            transaction.change_job(job.id, num_steps_done=event.step)
-            recorded.num_steps[job.id] = recorded.num_steps.get(job.id, 0) + 1
-            recorded.last_step[job.id] = event.step
+            self._last_step_s[job.id] = event.now_s
+            self._num_steps[job.id] = self._num_steps.get(job.id, 0) + 1
+            self.stepped[job.id] = transaction.change_job(job.id, num_steps_done=event.step)
         elif event.kind == "version":
-            recorded.published[job.id] = job
+            self._recorded.published[job.id] = job
         elif event.kind in ("succeeded", "failed", "cancelled"):
-            recorded.left.add(job.id)
-            last_step_s.pop(job.id, None)
-            if event.kind != "cancelled":
-                recorded.ended[job.id] = None if event.kind == "succeeded" else event.message
+            self._recorded.add(job.id, EngineEnded(outcome=event.kind, message=event.message))
 
-    def _job(self, transaction: Transaction, id: str) -> JobRecord:
-        job = transaction.any_job(id)
-        assert job is not None, f"job {id} is not in the store"
-        return job
-
-    def _checkpoint(self, transaction: Transaction, checkpoint: Checkpointed) -> list[str]:
-        """Returns the directory whose place it takes, if any."""
-        job = self._job(transaction, checkpoint.job)
+    def _write_checkpoint(self, transaction: Transaction, checkpoint: Checkpointed) -> None:
+        """Write a checkpoint, which may take the place of another of the same step."""
+        job = _job(transaction, checkpoint.job)
         old = [each.directory for each in transaction.all_checkpoints(job.id) if each.step == checkpoint.step]
         record = transaction.put_checkpoint(
             CheckpointRecord(
@@ -135,34 +134,12 @@ class JobReportWriter:
             if transaction.adapter(job.tenant, record.name) is None:
                 transaction.add_event(job_event(job, f"Checkpoint created at step {record.step}: {record.name}"))
             transaction.put_adapter(adapter_of(job, record.name, record.directory))
-        return [directory for directory in old if directory != checkpoint.directory]
+            self._recorded.add(job.id, CheckpointRecorded(step=record.step))
+        self._recorded.num_checkpoints += 1
+        self.replaced.setdefault(job.id, []).extend(each for each in old if each != checkpoint.directory)
 
 
-def job_event(
-    job: JobRecord,
-    message: str,
-    *,
-    level: Level = "info",
-    kind: str = "",
-    step: int | None = None,
-    data: dict[str, Any] | None = None,
-) -> EventRecord:
-    """An event of a job, as of now."""
-    return EventRecord(
-        id=new_id("ftevent-"),
-        tenant=job.tenant,
-        job=job.id,
-        created_at=int(time.time()),
-        level=level,
-        message=message,
-        kind=kind,
-        step=step,
-        data=data or {},
-    )
-
-
-def adapter_of(job: JobRecord, name: str, directory: str | None) -> AdapterRecord:
-    """An adapter that a job has made."""
-    return AdapterRecord(
-        tenant=job.tenant, name=name, base=job.base, directory=directory, job=job.id, created_at=int(time.time())
-    )
+def _job(transaction: Transaction, id: str) -> JobRecord:
+    job = transaction.any_job(id)
+    assert job is not None, f"job {id} is not in the store"
+    return job

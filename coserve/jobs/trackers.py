@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import JobError
 from coserve.home import make_private
-from coserve.jobs.records import JobRecord
-from coserve.jobs.report_writer import job_event
+from coserve.jobs.records import JobRecord, job_event
 from coserve.jobs.settings import JobSettings
 from coserve.jobs.store import Store
 

@@ -216,14 +216,14 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
     def remove_checkpoint_of_name(self, job: str, name: str) -> None:
         self._execute(delete(CheckpointTable).where(CheckpointTable.job == job, CheckpointTable.name == name))
 
-    def roll_back(self, job: str, step: int) -> None:
-        """Forget what a job did after a step: it will do it again."""
+    def roll_back(self, job: str, step: int) -> JobRecord:
+        """Forget what a job did after a step, since it will do it again; returns the job as it is now."""
         self._execute(delete(EventTable).where(EventTable.job == job, EventTable.step > step))
         late = (CheckpointTable.job == job, CheckpointTable.step > step)
         names = list(self._session.scalars(select(CheckpointTable.name).where(*late)))
         self._execute(delete(AdapterTable).where(AdapterTable.job == job, AdapterTable.name.in_(names)))
         self._execute(delete(CheckpointTable).where(*late))
-        self._execute(update(JobTable).where(JobTable.id == job).values(num_steps_done=step))
+        return self.change_job(job, num_steps_done=step)
 
     # -- adapters -------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ def test_what_is_restored_is_what_was_there(home, tmp_path):
         home.checkpoint(running, step)
         home.checkpoint(over, step)
     further = home.job(start={"name": "n", "directory": str(home.folder(over) / "checkpoints" / "step-2")})
-    home.transitions.end(over.id, "cancelled")
+    home.writer.end(over.id, "cancelled")
     content = home.upload(b"\x00\xff" * 100_000)
     (home.path / "files" / "file-none").write_bytes(b"no record")
     with home.store.write() as transaction:
@@ -166,7 +166,7 @@ def test_backups_of_a_home_that_changes_all_the_time(tmp_path):
     def jobs_come_and_go() -> None:
         job = home.job()
         home.checkpoint(job, 1)
-        home.transitions.end(job.id, "cancelled")
+        home.writer.end(job.id, "cancelled")
 
     with going_on(files_come_and_go, checkpoints_come_and_go, jobs_come_and_go):
         for number in range(4):

@@ -17,7 +17,7 @@ from coserve.errors import LimitError, StoreError
 from coserve.jobs.databases import database_url
 from coserve.jobs.files import Files
 from coserve.jobs.folders import Folders
-from coserve.jobs.job_writer import Transitions
+from coserve.jobs.job_writer import JobWriter
 from coserve.jobs.records import FileRecord, JobRecord
 from coserve.jobs.store import Store
 from coserve.settings import without_password
@@ -56,14 +56,14 @@ def at_once(do: Callable[[int], None]) -> list[Exception]:
 
 
 def test_a_tenants_jobs_are_counted_and_added_as_one(store, tmp_path):
-    transitions = Transitions(store, Files(store, tmp_path / "files"), Folders(tmp_path / "jobs"))
+    writer = JobWriter(store, Files(store, tmp_path / "files"), Folders(tmp_path / "jobs"))
     with store.write() as transaction:
         transaction.add_file(file("file-1"))
 
     def add(number: int) -> None:
         given: dict[str, Any] = {"created_at": 1, "model": "m", "base": "m", "status": "validating_files", "seed": 0}
         id = f"ftjob-{number}"
-        transitions.add(JobRecord(id=id, name=id, tenant="a", training_file="file-1", settings={}, **given), MOST)
+        writer.add(JobRecord(id=id, name=id, tenant="a", training_file="file-1", settings={}, **given), MOST)
 
     raised = at_once(add)
     assert [type(error) for error in raised] == [LimitError] * (NUM_THREADS - MOST), raised

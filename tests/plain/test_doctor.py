@@ -42,7 +42,7 @@ def test_nothing_is_wrong_with_a_home_in_use(home):
     for step in (2, 4):
         home.checkpoint(running, step)
     home.checkpoint(done, 10)
-    home.transitions.sweep(done.id)
+    home.writer.sweep(done.id)
     home.upload()
     assert problems(home) == {}
     home.close()
@@ -60,7 +60,7 @@ def test_what_kills_leave_of_batches_and_of_files_that_jobs_read(home):
         "batches/batch_none": "results of no batch that is under way",
         str(part.relative_to(home.path)): "a file that broke off",
     }
-    home.transitions.tidy()
+    home.writer.tidy()
     assert not part.exists()
 
 

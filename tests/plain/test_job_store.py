@@ -10,6 +10,7 @@ import pytest
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import DataError, JobError, StoreError
 from coserve.jobs.deaths import Deaths
+from coserve.jobs.events import EngineReported
 from coserve.jobs.files import Files
 from coserve.jobs.folders import Folders
 from coserve.jobs.records import (
@@ -21,7 +22,7 @@ from coserve.jobs.records import (
     JobRecord,
     ResponseRecord,
 )
-from coserve.jobs.report_writer import JobReportWriter, Report
+from coserve.jobs.report_writer import JobReportWriter
 from coserve.jobs.store import Store
 
 
@@ -189,7 +190,7 @@ def test_deaths_are_forgotten_a_hundred_steps_beyond_the_furthest(store, tmp_pat
 
     def makes_step(step):
         event = JobEvent(job="ftjob-1", kind="step", step=step, now_s=0.0, loss=1.0, token_accuracy=0.5)
-        writer.record([Report(events=[event])], lambda id: True)
+        writer.write([EngineReported(events=[event])], {"ftjob-1": None}, 0.0)
         with store.read() as transaction:
             return transaction.deaths()
 

@@ -14,8 +14,7 @@ from homes import TENANT, HandMade
 
 from coserve.engine.commands import AdapterRef
 from coserve.errors import CoserveError, JobError, LimitError
-from coserve.jobs.records import FileRecord, UploadRecord
-from coserve.jobs.report_writer import adapter_of
+from coserve.jobs.records import FileRecord, UploadRecord, adapter_of
 from coserve.jobs.uploads import Uploads, status_of
 
 
@@ -161,7 +160,7 @@ def test_jobs_that_come_at_once_stay_within_the_tenants_number(home: Home):
     file = home.upload()
     records = [home.job(status="cancelled", finished_at=1, training_file=file.id) for _ in range(8)]
     fresh = [_again(record) for record in records]
-    found = at_once(*[lambda r=record: home.transitions.add(r, 3) for record in fresh])
+    found = at_once(*[lambda r=record: home.writer.add(r, 3) for record in fresh])
     assert len(errors(found)) == 5
     with home.store.read() as transaction:
         assert transaction.num_unfinished_jobs(TENANT) == 3
@@ -176,18 +175,18 @@ def test_a_job_does_not_begin_with_an_adapter_that_is_deleted_at_this_moment(hom
         start = AdapterRef(name=made.name, directory=str(directory))
         follower = _again(made, start={"name": start.name, "directory": start.directory})
         found = at_once(
-            partial(home.transitions.add, follower),
-            partial(home.transitions.delete_adapter, TENANT, made.name, is_live=False),
+            partial(home.writer.add, follower),
+            partial(home.writer.delete_adapter, TENANT, made.name, is_live=False),
         )
         assert len(errors(found)) == 1, "either the job needs it, or it is gone"
-        assert (home.transitions.find(TENANT, follower.id) is not None) == directory.exists()
+        assert (home.writer.find(TENANT, follower.id) is not None) == directory.exists()
 
 
 def test_a_file_is_gone_or_whole_for_a_job_that_is_created_as_it_is_deleted(home: Home):
     for _ in range(6):
         file = home.upload()
         record = _again(home.job(status="cancelled", finished_at=1), training_file=file.id)
-        added, deleted = at_once(partial(home.transitions.add, record), partial(home.files.delete, TENANT, file.id))
+        added, deleted = at_once(partial(home.writer.add, record), partial(home.files.delete, TENANT, file.id))
         assert deleted is True and (added is None or isinstance(added, JobError))
 
 
@@ -203,9 +202,9 @@ def test_results_of_a_job_whose_end_cannot_be_recorded_leave_no_blob(home: Home,
         patched.setattr("coserve.jobs.outcome.adapter_of", fail)
         for _ in range(3):
             with pytest.raises(OSError, match="No space"):
-                home.transitions.end(job.id, "succeeded")
+                home.writer.end(job.id, "succeeded")
     assert home.blobs() == before
-    assert home.transitions.end(job.id, "succeeded").result_file in home.blobs()
+    assert home.writer.end(job.id, "succeeded").result_file in home.blobs()
 
 
 def _again(record: Any, **more: Any) -> Any:

@@ -135,7 +135,7 @@ def test_what_jobs_write_beside_the_store_waits_for_room_alone(
 
 
 def test_jobs_that_report_too_much_rest_and_engines_may_die(disk: SmallDisk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_MOST_WAITING_REPORTS", 5)
+    monkeypatch.setattr(driver, "_MAX_WAITING_EVENTS", 5)
 
     async def story() -> None:
         async with world(disk.path) as w:

@@ -11,8 +11,7 @@ from job_engine import TENANT, World, world
 from safetensors.torch import load_file
 
 from coserve.jobs.deaths import MOST_DEATHS, Deaths
-from coserve.jobs.records import EventRecord
-from coserve.jobs.report_writer import job_event
+from coserve.jobs.records import EventRecord, job_event
 
 pytestmark = pytest.mark.long
 

@@ -17,8 +17,8 @@ from job_engine import TENANT, World
 
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import EngineGoneError, JobError, JobOverError
+from coserve.jobs.events import EngineReported
 from coserve.jobs.messages import Checkpointed
-from coserve.jobs.report_writer import Report
 
 NUM_STEPS = 14  # two epochs of seven
 ASKED: dict[str, Any] = {
@@ -84,7 +84,7 @@ class CountingEngine:
     def say(self):
         """Tell all that has happened."""
         for each in self._unsaid:
-            report = Report(events=[each]) if isinstance(each, JobEvent) else Report(checkpoints=[each])
+            report = EngineReported(events=[each]) if isinstance(each, JobEvent) else EngineReported(checkpoints=[each])
             self._manager.engine_reported(report.events, report.checkpoints)
         self._unsaid.clear()
 

@@ -23,7 +23,7 @@ from coserve.engine.jobs.checkpoint import JOB_FILES, Checkpoint
 from coserve.errors import DeviceMemoryError, EngineGoneError, JobError
 from coserve.jobs import validation
 from coserve.jobs.examples import read_training_file
-from coserve.jobs.job_writer import Transitions
+from coserve.jobs.job_writer import JobWriter
 from coserve.jobs.models import JobModels
 from coserve.jobs.settings import job_settings
 
@@ -273,14 +273,14 @@ def test_training_continues_from_a_model(tmp_path):
 
 
 def test_a_live_job_is_listed_while_it_runs(tmp_path, monkeypatch):
-    write_deaths = Transitions.engine_died
+    write_deaths = JobWriter.lose_engine
 
-    def engine_died(*args, **kwargs):  # who reads the store in between must not find a live job that waits
+    def lose_engine(*args, **kwargs):  # who reads the store in between must not find a live job that waits
         fatal = write_deaths(*args, **kwargs)
         time.sleep(0.1)
         return fatal
 
-    monkeypatch.setattr(Transitions, "engine_died", engine_died)
+    monkeypatch.setattr(JobWriter, "lose_engine", lose_engine)
 
     async def story():
         async with world(tmp_path) as w:
@@ -416,12 +416,12 @@ def test_who_resumes_a_job_just_when_its_files_are_read_does_not_read_them_again
             busy = asyncio.Event()
             job = await w.create(DATA, **QUICK)
             await w.manager.pause(TENANT, job.id)
-            waiting = asyncio.create_task(w.manager.turns.call(busy.wait))
+            waiting = asyncio.create_task(w.manager.mailbox.call(busy.wait))
             await asyncio.sleep(0)
             resuming = asyncio.create_task(w.manager.resume(TENANT, job.id))
             await asyncio.sleep(0)
             may_validate.set()
-            await w.until(lambda: w.manager.turns.num_waiting == 2)
+            await w.until(lambda: w.manager.mailbox.num_waiting == 2)
             busy.set()
             await asyncio.gather(waiting, resuming)
             return await w.until_over(job.id), [event.message for event in w.events(job.id)]

@@ -245,15 +245,15 @@ def test_faults_are_named_by_line(tmp_path):
 
 
 def test_an_estimate_is_what_was_measured():
-    meter = ProgressMeter(100.0)
+    meter = ProgressMeter((100.0,))
     assert meter.seconds_left(10, 105.0) is None, "nothing was measured yet"
-    meter.steps_done(1, 102.0)
+    meter = meter.after_steps(1, 102.0)
     assert meter.seconds_left(9, 102.0) == pytest.approx(18.0)
     assert meter.seconds_left(9, 103.0) == pytest.approx(17.0)
     assert meter.seconds_left(9, 110.0) == pytest.approx(9 * 5.0 - 8.0), "this step takes longer"
     assert meter.seconds_left(0, 110.0) == 0
     for second in range(103, 203):
-        meter.steps_done(1, float(second))
+        meter = meter.after_steps(1, float(second))
     assert meter.seconds_left(5, 202.0) == pytest.approx(5.0), "what was long ago does not count"
 
 
