@@ -14,9 +14,9 @@ from coserve.jobs.settings import JobSettings, job_settings
 from coserve.jobs.trackers import has_wandb
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, not_found
-from coserve.server.fine_tuning_schemas import MOST_SEED, CreateJobBody, Method, OfObjective
+from coserve.server.fine_tuning_schemas import MOST_SEED, CreateJobBody, MethodBody, OfObjective
 from coserve.server.texts import check_texts
-from coserve.tuning.objectives import SUPERVISED, objective_names
+from coserve.tuning.objectives import SUPERVISED, method_names
 
 _MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
 
@@ -98,9 +98,9 @@ def _check(body: CreateJobBody) -> None:
         )
 
 
-def _check_method(method: Method) -> None:
-    if method.objective not in objective_names():
-        known = ", ".join(f"'{name.replace('-', '_')}'" for name in objective_names())
+def _check_method(method: MethodBody) -> None:
+    if method.type not in method_names():
+        known = ", ".join(f"'{name}'" for name in method_names())
         raise ApiError(
             f"The method '{method.type}' is not supported: 'method.type' must be one of {known}.", param="method.type"
         )

@@ -1,10 +1,11 @@
 """Bodies of /v1/fine_tuning/jobs."""
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, create_model
 
 from coserve.server.schemas import Body, List, Name, Texts
+from coserve.tuning.objectives import SUPERVISED, method_names
 
 MOST_SEED = 2**31 - 1
 _MOST_INTEGRATIONS = 5
@@ -31,27 +32,39 @@ class Supervised(Body):
 
 
 class OfObjective(Body):
-    """Likewise, of any other: the same hyperparameters, and the objective's own (`coserve.tuning.objectives`)."""
+    """The settings of any other method: the same hyperparameters, and the objective's own."""
 
     hyperparameters: dict[str, Any] | None = None
 
 
-class Method(Body):
-    """OpenAI's supervised and dpo, and coserve's other objectives."""
+class MethodBody(Body):
+    """What the methods of all objectives have in common."""
 
-    type: Literal["supervised", "dpo", "orpo", "simpo", "kto", "policy_gradient", "reinforcement"]
+    type: str
     supervised: Supervised | None = None
-    dpo: OfObjective | None = None
-    orpo: OfObjective | None = None
-    simpo: OfObjective | None = None
-    kto: OfObjective | None = None
-    policy_gradient: OfObjective | None = None
-    reinforcement: dict[str, Any] | None = None
 
     @property
     def objective(self) -> str:
-        """Its name in `coserve.tuning.objectives`."""
+        """The objective's name in `coserve.tuning.objectives`."""
         return self.type.replace("_", "-")
+
+
+def method_body() -> type[MethodBody]:
+    """Make the body of a method from the registry of objectives: each is a type, with settings of that name.
+
+    OpenAI's `reinforcement` is a known name, too, so that the answer to it says which methods there are.
+    """
+    names = method_names()
+    settings: dict[str, Any] = {name: (OfObjective | None, None) for name in names if name != SUPERVISED}
+    settings["reinforcement"] = (dict[str, Any] | None, None)
+    types = Literal[(*names, "reinforcement")]  # type: ignore[valid-type]
+    return create_model("Method", __base__=MethodBody, type=(types, ...), **settings)
+
+
+if TYPE_CHECKING:
+    Method = MethodBody
+else:
+    Method = method_body()
 
 
 class Wandb(Body):

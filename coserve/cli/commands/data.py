@@ -8,6 +8,7 @@ import typer
 
 from coserve.cli.connection import Json
 from coserve.errors import DataError
+from coserve.tuning.objectives import method_names
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,7 +39,7 @@ def check(
     ] = "tiny",
     method: Annotated[
         str,
-        typer.Option(metavar="NAME", help="What is learned: supervised, or dpo, orpo, simpo, kto, policy_gradient."),
+        typer.Option(metavar="NAME", help=f"What is learned: {', '.join(method_names())}."),
     ] = "supervised",
     max_length: Annotated[
         int | None, typer.Option(metavar="N", min=2, help="Longer examples are cut to this many tokens. [as of jobs]")

@@ -13,6 +13,7 @@ from coserve.cli.connection import DEFAULT_URL, ApiKey, Json, Url, base_model
 from coserve.client.http import Client
 from coserve.client.job_progress import OVER
 from coserve.errors import CoserveError, JobError, ServerError
+from coserve.tuning.objectives import method_names
 
 
 def tune(
@@ -118,7 +119,7 @@ def tune(
         str,
         typer.Option(
             metavar="NAME",
-            help="What is learned: supervised, or dpo, orpo, simpo, kto, policy_gradient (docs/jobs.md).",
+            help=f"What is learned: {', '.join(method_names())} (docs/jobs.md).",
         ),
     ] = "supervised",
     beta: Annotated[

@@ -23,6 +23,11 @@ def objective_names() -> tuple[str, ...]:
     return SUPERVISED, *variant_names(__path__)
 
 
+def method_names() -> tuple[str, ...]:
+    """Return the names of all objectives as clients write them, in a job's `method` and on the command line."""
+    return tuple(name.replace("-", "_") for name in objective_names())
+
+
 def objective_class(name: str) -> "type[Objective] | None":
     """Of an objective; None for the next-token loss. ValueError names those that there are."""
     if name == SUPERVISED:
