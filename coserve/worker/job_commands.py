@@ -31,7 +31,7 @@ from coserve.protocol.messages import Reply
 from coserve.worker.activity import Activity
 from coserve.worker.disk_writers import DiskWriters
 from coserve.worker.job_files import JobFiles
-from coserve.worker.pending_reports import PendingReport, PendingReports
+from coserve.worker.job_reports import PendingReport, PendingReports
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from coserve.protocol.messages import Reply
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.shard import Shard
 from coserve.worker.job_commands import JobCommands
-from coserve.worker.pending_reports import PendingReports
+from coserve.worker.job_reports import PendingReports
 
 NUM_STEPS = 6
 
