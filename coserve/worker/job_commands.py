@@ -1,19 +1,19 @@
 """What the engine's process does about adapters and jobs: it starts and ends them, and writes their checkpoints.
 
 Checkpoints are copied between two steps, and written by a thread of their job, in order. What follows from one (the
-reply to a pause, the event that a job has succeeded) is told when it is on disk, and not before. A pause or a
-cancellation holds even if its checkpoint cannot be written: that is logged. A job that makes checkpoints faster than
-the disk takes them is held back, alone: no step and no other job ever waits for its disk. So is one whose disk is full:
-its checkpoints wait until there is room, but no pause, cancellation or shutdown waits for that.
+reply to a pause, the event that a job has succeeded) is told when it is on disk, and not before (`JobLane`). A pause
+or a cancellation holds even if its checkpoint cannot be written: that is logged. A job that makes checkpoints faster
+than the disk takes them is held back, alone: no step and no other job ever waits for its disk. So is one whose disk is
+full: its checkpoints wait until there is room, but no pause, cancellation or shutdown waits for that.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, NoReturn
 
 from coserve.adapters.base import AdapterConfig
@@ -29,14 +29,10 @@ from coserve.jobs.messages import Checkpointed, Contributed
 from coserve.jobs.shared_files import SharedFiles
 from coserve.protocol.messages import Reply
 from coserve.worker.activity import Activity
-from coserve.worker.disk_writers import DiskWriters
 from coserve.worker.job_files import JobFiles
-from coserve.worker.job_reports import PendingReport, PendingReports
+from coserve.worker.job_reports import JobLane, JobReports, PendingReport
 
 _log = logging.getLogger(__name__)
-
-# Copies of a job's tensors that may wait for the disk.
-_MOST_COPIES = 2
 
 
 class JobCommands:
@@ -46,11 +42,8 @@ class JobCommands:
         """activity: told whose files are read and written. shared: where their paths are (default: on disk here)."""
         self._engine, self._activity = engine, activity or Activity(None)
         self._shared = shared or SharedFiles()
-        self._starts: dict[str, JobStart] = {}
-        self._writers = DiskWriters()
-        self._waiting: dict[str, deque[PendingReport]] = {}  # by job
-        self._last: dict[str, PendingReport] = {}  # checkpoint of each job
-        self._held: set[str] = set()  # jobs that wait for the disk
+        self._lanes: dict[str, JobLane] = {}  # of jobs that the engine has, and of those of which something waits
+        self._closing = Event()
 
     # -- adapters -------------------------------------------------------------------
 
@@ -105,7 +98,7 @@ class JobCommands:
 
     def _needed(self) -> frozenset[Path]:
         """What jobs begin with, which the device may not have read yet."""
-        jobs = list(self._starts.values())
+        jobs = [lane.start for lane in list(self._lanes.values()) if lane.start is not None]
         named = [job.checkpoint for job in jobs] + [job.start.directory for job in jobs if job.start is not None]
         return frozenset(Path(each) for each in named if each is not None)
 
@@ -122,22 +115,23 @@ class JobCommands:
             self._start(command.job, read() if read is not None else self.read_files(command.job))
             self._tell(command.job.id, Reply(command.call))
             return
-        if command.id not in self._starts:
+        lane = self._lanes.get(command.id)
+        if lane is None or lane.start is None:
             raise JobOverError(f"the engine does not have the job {command.id!r}: it is over, or was never started")
         if isinstance(command, ResumeJob):
-            self._writers.take_time(command.id)
+            lane.take_time()
             self._engine.resume_job(command.id)
         elif isinstance(command, PauseJob):
-            self._writers.hurry(command.id)
+            lane.hurry()
             self._engine.pause_job(command.id)
-            self._held.discard(command.id)
+            lane.is_held = False
             self._checkpoint(command.id, listed=False)
         elif isinstance(command, CombineJob):
             if read is not None:
                 read()
             self._engine.combine(command.id, command.combination)
         else:
-            self._writers.hurry(command.id)
+            lane.hurry()
             if command.keeps:  # before the end, which the optimizer's state does not outlive
                 self._checkpoint(command.id, listed=False)
             for event in self._cancel(command.id):
@@ -169,17 +163,16 @@ class JobCommands:
         )
         if job.model and job.start is not None:
             self.unload_adapter(job.start.name)  # nobody else can use it
-        self._starts[job.id] = job
-        self._writers.open(job.id)
+        self._lane(job.id).begin(job)
         if job.paused:
             self._engine.pause_job(job.id)
 
     def checkpoint_all(self, call: int) -> None:
         """Of every job that is not over; the reply comes after the last."""
-        self._writers.hurry_all()
-        for job in self._starts:
-            self._checkpoint(job, listed=False)
-        wait([each.written for lane in self._waiting.values() for each in lane if each.written is not None])
+        self._hurry_all()
+        for id in self._started():
+            self._checkpoint(id, listed=False)
+        wait([written for lane in self._lanes.values() for written in lane.unwritten()])
         self._tell("", Reply(call))
 
     # -- what comes of steps ----------------------------------------------------------------
@@ -187,11 +180,11 @@ class JobCommands:
     def take(self, events: list[JobEvent]) -> None:
         """What a step brought; each event is told in its turn."""
         for event in events:
-            job = self._starts.get(event.job)
+            job = self._start_of(event.job)
             if event.kind == "succeeded" and job is not None:
                 keeps_other = job.keep_best and self._engine.job(event.job).progress.best.step not in (0, event.step)
                 last = self._checkpoint(event.job, listed=True, event=event)
-                last.name = None if job.model or keeps_other or not _writes_checkpoints(job) else job.name
+                last.adapter = None if job.model or keeps_other or not _writes_checkpoints(job) else job.name
                 self._forget(event.job, keep_versions=not (job.model or keeps_other))
                 continue
             if event.kind == "contribution":
@@ -207,42 +200,49 @@ class JobCommands:
             elif event.kind == "failed":
                 self._forget(event.job, keep_versions=False)
 
-    def take_pending(self) -> PendingReports:
-        """What may be told now."""
-        pending = PendingReports()
-        for job, lane in list(self._waiting.items()):
-            while lane and lane[0].is_ready:
-                self._finish(lane.popleft(), pending)
-            if not lane:
-                del self._waiting[job]
-                if job not in self._starts:
-                    self._writers.drop(job)
-        for job in [job for job in self._held if self._num_copies(job) < _MOST_COPIES]:
-            self._held.discard(job)
-            self._engine.resume_job(job)
-        return pending
+    def take_pending(self) -> JobReports:
+        """Take what may be told now, and resume jobs that waited for the disk."""
+        reports = JobReports()
+        for id, lane in list(self._lanes.items()):
+            while lane.has_ready:
+                self._finish(lane.pop_ready(), reports)
+            if lane.is_empty and lane.start is None:
+                lane.close()
+                del self._lanes[id]
+            elif lane.is_held and not lane.has_most_copies:
+                lane.is_held = False
+                self._engine.resume_job(id)
+        return reports
 
     @property
     def has_pending(self) -> bool:
         """Whether something may be told now."""
-        return any(lane[0].is_ready for lane in self._waiting.values())
+        return any(lane.has_ready for lane in self._lanes.values())
 
     @property
     def is_waiting(self) -> bool:
         """Whether there will be something to tell without a step."""
-        return bool(self._waiting)
+        return any(not lane.is_empty for lane in self._lanes.values())
 
     def close(self) -> None:
         """End the threads, when all is written that there is room for."""
-        self._writers.close()
+        self._hurry_all()
+        for lane in self._lanes.values():
+            lane.close()
 
-    def _finish(self, done: PendingReport, pending: PendingReports) -> None:
+    def _hurry_all(self) -> None:
+        """Have nothing wait for room any more."""
+        self._closing.set()
+        for lane in self._lanes.values():
+            lane.hurry()
+
+    def _finish(self, done: PendingReport, pending: JobReports) -> None:
         error: CoserveError | None = None
         directory = ""
         if done.contribution is not None and done.written is not None:
             if (failure := done.written.exception()) is None:
                 pending.contributions.append(done.contribution)
-            elif done.job in self._starts and not isinstance(failure, DiskFullError):  # which is waited for
+            elif self._start_of(done.job) is not None and not isinstance(failure, DiskFullError):  # which is waited for
                 pending.events.append(self._fail(done.job, str(failure)))
             return
         if done.written is not None:
@@ -253,11 +253,11 @@ class JobCommands:
             except CoserveError as raised:
                 error = raised
                 _log.error("job %s: %s", done.job, error)
-        if done.name is not None and done.name in self._engine.versions:
+        if done.adapter is not None and done.adapter in self._engine.versions:
             if error is None:
-                self._engine.ensure_adapter(done.name, directory)  # it is there; from now on it may make room
+                self._engine.ensure_adapter(done.adapter, directory)  # it is there; from now on it may make room
             else:
-                self._engine.unload_adapter(done.name)
+                self._engine.unload_adapter(done.adapter)
         is_success = done.event is not None and done.event.kind == "succeeded"
         if done.event is not None and not (is_success and isinstance(error, DiskFullError)):
             # Without room for its last checkpoint, which only a shutdown does not wait for, it is not over: it resumes.
@@ -266,40 +266,50 @@ class JobCommands:
         if done.call is not None:
             pending.replies.append(Reply(done.call))
 
+    def _lane(self, job: str) -> JobLane:
+        return self._lanes.setdefault(job, JobLane())
+
+    def _start_of(self, job: str) -> JobStart | None:
+        """Return how a job was started; None: the engine does not have it."""
+        return self._lanes[job].start if job in self._lanes else None
+
+    def _started(self) -> list[str]:
+        """Return the jobs that the engine has."""
+        return [id for id, lane in self._lanes.items() if lane.start is not None]
+
     def _tell(self, job: str, reply: Reply) -> None:
-        """After all that waits of this job."""
-        self._append(PendingReport(job=job, step=0, listed=False, call=reply.call))
+        """Have a command answered after all that waits of this job."""
+        self._lane(job).append(PendingReport(job=job, call=reply.call))
 
     def _tell_event(self, event: JobEvent) -> None:
-        self._append(PendingReport(job=event.job, step=event.step, listed=False, event=event))
-
-    def _append(self, waiting: PendingReport) -> None:
-        self._waiting.setdefault(waiting.job, deque()).append(waiting)
+        self._lane(event.job).append(PendingReport(job=event.job, step=event.step, event=event))
 
     def _checkpoint(self, job: str, *, listed: bool, event: JobEvent | None = None) -> PendingReport:
         """Copy a job as it is now, and have it written, unless that step is on disk (or on its way) already, or another
         node writes it.
         """
-        step, last = self._engine.job(job).checkpoint_step, self._last.get(job)
-        waiting = PendingReport(job=job, step=step or 0, listed=listed, event=event)
-        if step is None or not _writes_checkpoints(self._starts[job]):
-            self._append(waiting)
-            return waiting
+        lane, start = self._lanes[job], self._start_of(job)
+        assert start is not None, f"the engine has the job {job}"
+        step, last = self._engine.job(job).checkpoint_step, lane.last_checkpoint
+        report = PendingReport(job=job, step=step or 0, listed=listed, event=event)
+        if step is None or not _writes_checkpoints(start):
+            lane.append(report)
+            return report
         if last is not None and last.step == step and last.listed >= listed and not last.has_failed:
-            waiting.written, waiting.is_new = last.written, False
+            report.written, report.is_new = last.written, False
         else:
-            waiting.written = self._write(job)
-            self._last[job] = waiting
-        self._append(waiting)
-        if self._num_copies(job) >= _MOST_COPIES and self._engine.job(job).state == "running":
-            self._held.add(job)
+            report.written = self._write(job, start)
+            lane.last_checkpoint = report
+        lane.append(report)
+        if lane.has_most_copies and self._engine.job(job).state == "running":
+            lane.is_held = True
             self._engine.pause_job(job)
-        return waiting
+        return report
 
     def _contribute(self, due: JobEvent) -> None:
         """Copy what the other nodes of a job are to have, and have it written."""
-        start, job = self._starts[due.job], self._engine.job(due.job)
-        assert start.shard is not None and job.exchange is not None
+        start, job = self._start_of(due.job), self._engine.job(due.job)
+        assert start is not None and start.shard is not None and job.exchange is not None
         directory = Path(start.shard.directory) / f"{due.step}-{start.shard.index}"
         told = Contributed(
             job=due.job,
@@ -308,7 +318,7 @@ class JobCommands:
             meets=job.exchange.meets,
             num_trained=job.progress.sums.num_trained,
         )
-        waiting = PendingReport(job=due.job, step=due.step, listed=False, contribution=told)
+        report = PendingReport(job=due.job, step=due.step, contribution=told)
         copy = self._engine.contribution(due.job)
 
         def write() -> Path:
@@ -316,36 +326,30 @@ class JobCommands:
             self._shared.keep(written)
             return written
 
-        waiting.written = self._written(due.job, write, even_in_a_hurry=True)
-        self._append(waiting)
+        report.written = self._written(due.job, write, until=self._closing)
+        self._lanes[due.job].append(report)
 
-    def _num_copies(self, job: str) -> int:
-        """Copies of a job's tensors that are not on disk yet."""
-        lane = self._waiting.get(job, ())
-        return len({id(each.written) for each in lane if each.written is not None and not each.written.done()})
-
-    def _write(self, job: str) -> "Future[Path]":
+    def _write(self, job: str, start: JobStart) -> "Future[Path]":
         try:
             checkpoint = self._engine.checkpoint(job)
         except CoserveError as error:
             failed: Future[Path] = Future()
             failed.set_exception(error)
             return failed
-        parent = self._starts[job].checkpoints
 
         def write() -> Path:
-            kept = self._shared.keep_checkpoint(checkpoint.write(parent))
+            kept = self._shared.keep_checkpoint(checkpoint.write(start.checkpoints))
             self._shared.trim(self._needed())
             return kept
 
         return self._written(job, write)
 
-    def _written(self, job: str, write: Callable[[], Path], *, even_in_a_hurry: bool = False) -> "Future[Path]":
+    def _written(self, job: str, write: Callable[[], Path], *, until: Event | None = None) -> "Future[Path]":
         def noted() -> Path:
             with self._activity.files_of(job):
                 return write()
 
-        return self._writers.write(job, noted, even_in_a_hurry=even_in_a_hurry)
+        return self._lanes[job].write(noted, until=until)
 
     def _fail(self, job: str, message: str) -> JobEvent:
         """End a job that cannot be continued; what is to be told of it."""
@@ -363,11 +367,12 @@ class JobCommands:
     def _forget(self, job: str, *, keep_versions: bool) -> None:
         """keep_versions: of the adapter that it has made; those of a job that did not succeed cannot be asked for."""
         self._engine.forget_job(job)
-        started = self._starts.pop(job, None)
-        if started is not None and not keep_versions:
-            self.unload_adapter(started.name)
-        self._last.pop(job, None)
-        self._held.discard(job)
+        lane = self._lanes.get(job)
+        if lane is None:
+            return
+        if lane.start is not None and not keep_versions:
+            self.unload_adapter(lane.start.name)
+        lane.forget()
 
 
 def _writes_checkpoints(job: JobStart) -> bool:
