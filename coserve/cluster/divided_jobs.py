@@ -18,9 +18,18 @@ from uuid import uuid4
 
 from coserve.cluster.changed_weights import ChangedWeights
 from coserve.cluster.cluster_jobs import ClusterJobs
-from coserve.cluster.contributions import Contributions
 from coserve.cluster.nodes import ClusterNode
-from coserve.cluster.shard_reports import ShardReports, Told
+from coserve.cluster.sharded_job import (
+    EndChanged,
+    Event,
+    Outcome,
+    RestChanged,
+    ShardContributed,
+    ShardedJob,
+    ShardReported,
+    Told,
+    apply,
+)
 from coserve.engine.commands import AdapterRef, JobStart
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import CoserveError, EngineGoneError, JobOverError
@@ -38,28 +47,28 @@ _CATCH_UP_S = 10.0
 
 @dataclass(kw_only=True, eq=False)
 class _Divided:
-    """One whose shards have been started. asked: of it. attempt: a word for these shards, and no others. done: nodes,
-    other than the first, that have made all of it. rests: it is paused. is_over: it will not be started again. end:
-    that it was cancelled, until all have ended. checkpoint: the newest. turn: of those who change it.
-    """
+    """A job whose shards have been started, and what this process does for it."""
 
-    start: JobStart
-    asked: DataParallel
-    attempt: str
-    shards: list[str]
+    state: ShardedJob
+    # Nodes, other than the first, that have made all of it.
     done: list[ClusterNode] = field(default_factory=list)
-    contributions: Contributions
-    reports: ShardReports
-    rests: bool = False
-    is_over: bool = False
-    end: JobEvent | None = None
-    checkpoint: str | None = None
     starts: "Sequence[asyncio.Task[None]]" = ()
+    # Of those who change it.
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def id(self) -> str:
-        return self.start.id
+        return self.state.id
+
+    @property
+    def shards(self) -> list[str]:
+        return self.state.shards
+
+    def apply(self, event: Event) -> Outcome:
+        """Have an event change the job; returns what is to be done."""
+        outcome = apply(self.state, event)
+        self.state = outcome.state
+        return outcome
 
 
 class DividedJobs:
@@ -111,7 +120,7 @@ class DividedJobs:
             except EngineGoneError:  # which is told with the node's end
                 raise
             except CoserveError:
-                divided.is_over = True
+                divided.apply(EndChanged(is_over=True))
                 await self._leave(divided)
                 raise
         divided.starts = [self._soon(self._start_later(divided, number)) for number in range(1, len(divided.shards))]
@@ -130,7 +139,7 @@ class DividedJobs:
             await self._jobs.resume(id)
             return
         async with job.turn:
-            job.rests = False
+            job.apply(RestChanged(rests=False))
             await self._all(job.shards, self._jobs.resume)
 
     async def cancel_job(self, id: str) -> None:
@@ -140,16 +149,16 @@ class DividedJobs:
             return
         async with job.turn:
             nodes = self._nodes_of(job)
-            job.is_over = True  # nothing that its shards say of that has them ended otherwise
+            job.apply(EndChanged(is_over=True))  # nothing that its shards say of that has them ended otherwise
             try:
                 await self._all(job.shards, self._jobs.cancel)
             except CoserveError:
-                job.is_over = False
+                job.apply(EndChanged(is_over=False))
                 raise
             self._forget(job)
             await self._undo(job, nodes)
-            if job.end is not None:
-                self._tell(job.end)
+            if job.state.end is not None:
+                self._tell(job.state.end)
 
     # -- nodes that come and go ---------------------------------------------------------
 
@@ -166,7 +175,7 @@ class DividedJobs:
     def grow(self) -> None:
         """There is a node more: jobs that have fewer than they ask for begin again with it."""
         for job in list(self._divided.values()):
-            if len(job.shards) < self._weights.number(job.start, job.asked, len(self._nodes())):
+            if len(job.shards) < self._weights.number(job.state.start, job.state.asked, len(self._nodes())):
                 self._soon(self._regroup(job))
 
     def lose(self, node: ClusterNode) -> frozenset[str]:
@@ -200,46 +209,33 @@ class DividedJobs:
         if isinstance(report, JobEvent) and report.kind == "succeeded" and number:
             node = self._jobs.node_of(report.job)
             job.done += [] if node is None else [node]
-        told = job.reports.take(number, report)
-        for each in told:
-            if not isinstance(each, JobEvent):
-                job.checkpoint = each.directory
-            elif each.kind == "succeeded":
-                self._weights.keep(job.start, job.checkpoint)
-                self._keep_from_disk(job)
-                self._forget(job)
-            elif each.kind == "cancelled" and job.is_over:
-                job.end = each
-            elif each.kind in ("failed", "cancelled") and not job.is_over:
-                job.is_over = True
-                self._leave(job)
-        return [each for each in told if each is not job.end]
+        was_over = job.state.is_over
+        told = job.apply(ShardReported(shard=number, report=report)).told
+        if any(isinstance(each, JobEvent) and each.kind == "succeeded" for each in told):
+            self._weights.keep(job.state.start, job.state.checkpoint)
+            self._keep_from_disk(job)
+            self._forget(job)
+        if job.state.is_over and not was_over:
+            self._leave(job)
+        return list(told)
 
     def contributed(self, told: Contributed) -> None:
         """A node has written what the others are to have."""
         if told.job not in self._of:
             return
         job, number = self._of[told.job]
-        for other, combination in job.contributions.add(number, told).items():
+        outcome = job.apply(ShardContributed(shard=number, contributed=told))
+        for other, combination in outcome.combinations.items():
             self._soon(self._combine(job, other, combination))
-        if spent := job.contributions.take_spent():
-            self._soon(asyncio.to_thread(self._discard_all, spent))
+        if outcome.spent:
+            self._soon(asyncio.to_thread(self._discard_all, outcome.spent))
 
     # -- shards -----------------------------------------------------------------------
 
     def _divide(self, job: JobStart, asked: DataParallel) -> _Divided:
         attempt, count = uuid4().hex[:8], self._weights.number(job, asked, len(self._nodes()))
         self._weights.begin(job)
-        divided = _Divided(
-            start=job,
-            asked=asked,
-            attempt=attempt,
-            shards=[f"{job.id}.{attempt}.{number}" for number in range(count)],
-            contributions=Contributions(count),
-            reports=ShardReports(job.id, count),
-            rests=job.paused,
-            checkpoint=job.checkpoint,
-        )
+        divided = _Divided(state=ShardedJob.begin(job, asked, num_shards=count, attempt=attempt))
         self._divided[job.id] = divided
         self._of.update({shard: (divided, number) for number, shard in enumerate(divided.shards)})
         return divided
@@ -251,22 +247,23 @@ class DividedJobs:
             await asyncio.sleep(_WAIT_S)
         if self._divided.get(job.id) is not job:
             return
+        state, whole = job.state, job.state.start
         shard = Shard(
             job=job.id,
             index=number,
-            count=len(job.shards),
-            synchronization=job.asked.synchronization,
-            every_steps=job.asked.every_steps,
-            meet_every_steps=job.start.checkpoint_every_steps,
-            directory=str(contributions_beside(Path(job.start.checkpoints)) / job.attempt),
+            count=state.num_shards,
+            synchronization=state.asked.synchronization,
+            every_steps=state.asked.every_steps,
+            meet_every_steps=whole.checkpoint_every_steps,
+            directory=str(contributions_beside(Path(whole.checkpoints)) / state.attempt),
         )
         start = replace(
-            job.start,
+            whole,
             id=job.shards[number],
-            validation=job.start.validation if number == 0 else None,
+            validation=whole.validation if number == 0 else None,
             shard=shard,
-            paused=job.rests,
-            checkpoint=job.checkpoint,
+            paused=state.rests,
+            checkpoint=state.checkpoint,
         )
         nodes = [self._jobs.node_of(each) for each in siblings]
         await self._jobs.start(start, excluded=frozenset(node.name for node in nodes if node is not None))
@@ -303,10 +300,10 @@ class DividedJobs:
         if job.starts:
             await asyncio.wait(job.starts, timeout=_CATCH_UP_S)
         await self._jobs.have_begun(job.shards, _CATCH_UP_S)
-        job.rests = True
+        job.apply(RestChanged(rests=True))
         await self._all(job.shards[:1], self._jobs.pause)
         left_s = _CATCH_UP_S
-        while job.reports.is_holding and left_s > 0:
+        while job.state.is_holding and left_s > 0:
             await asyncio.sleep(_WAIT_S)
             left_s -= _WAIT_S
         await self._all(job.shards[1:], self._jobs.pause)
@@ -340,7 +337,7 @@ class DividedJobs:
         await asyncio.gather(*(self._jobs.cancel(shard, keeps=False) for shard in job.shards), return_exceptions=True)
         for shard in job.shards:
             self._jobs.forget(shard)
-        if job.is_over:
+        if job.state.is_over:
             await self._undo(job, nodes)
 
     def _nodes_of(self, job: _Divided) -> list[ClusterNode]:
@@ -351,15 +348,15 @@ class DividedJobs:
         """It has not come to its end: where it has trained the weights that serve, engines begin anew with their own,
         since each node has others.
         """
-        if job.start.changes_model:
-            self._weights.undo(job.start)
+        if job.state.start.changes_model:
+            self._weights.undo(job.state.start)
             await asyncio.gather(*(node.connection.end(0.0) for node in nodes))
 
     def _keep_from_disk(self, job: _Divided) -> None:
         """What the job has made lies on disk: nodes may let go of it when they have no room."""
-        if job.checkpoint is None:
+        if job.state.checkpoint is None:
             return
-        adapter = AdapterRef(name=job.start.name, directory=job.checkpoint)
+        adapter = AdapterRef(name=job.state.start.name, directory=job.state.checkpoint)
         self._jobs.keep(adapter)
         for node in job.done:
             self._soon(_load(node, adapter))
@@ -372,7 +369,7 @@ class DividedJobs:
             if not isinstance(error, JobOverError) or len(errors) == len(shards):
                 raise error
 
-    def _discard_all(self, directories: list[str]) -> None:
+    def _discard_all(self, directories: Sequence[str]) -> None:
         for directory in directories:
             self._shared.discard(Path(directory))
 

@@ -24,7 +24,7 @@ from coserve.cluster.node_checks import NodeChecks
 from coserve.cluster.nodes import ClusterNode, FindNodes, Nodes
 from coserve.cluster.profiler import profile_of
 from coserve.cluster.scheduler import RETRY_S, ClusterScheduler
-from coserve.cluster.shard_reports import Told
+from coserve.cluster.sharded_job import Told
 from coserve.cluster.tracker import NodeTracker, Totals, how_unlike, joined_ready
 from coserve.cluster.view import ClusterView
 from coserve.engine.commands import AdapterRef, AddRequest, JobStart

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 
+from coserve.engine.commands import JobStart
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import DiskFullError
-from coserve.jobs.messages import Checkpointed, Contributed, JobStart
+from coserve.jobs.messages import Checkpointed, Contributed
 from coserve.protocol.messages import Reply
 
 _log = logging.getLogger(__name__)

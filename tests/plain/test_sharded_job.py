@@ -5,19 +5,40 @@ from random import Random
 from typing import Any
 
 import pytest
+from cluster_nodes import make_job
 
-from coserve.cluster.contributions import Contributions
-from coserve.cluster.shard_reports import ShardReports
+from coserve.cluster.sharded_job import EndChanged, ShardContributed, ShardedJob, ShardReported, Told, apply
 from coserve.engine.jobs.events import JobEvent
 from coserve.jobs.messages import Checkpointed, Contributed
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 from coserve.tuning.order import TrainingOrder
-from coserve.tuning.shard import Combination, Shard
+from coserve.tuning.shard import Combination, DataParallel, Shard
 
 
 def contributed(node: int, step: int, *, meets: bool = True, num_trained: int = 1) -> Contributed:
     return Contributed(job="j", step=step, directory=f"{step}-{node}", meets=meets, num_trained=num_trained)
+
+
+class Divided:
+    """A job that is divided among this many nodes, as events change it."""
+
+    def __init__(self, num_shards: int) -> None:
+        self.state = ShardedJob.begin(make_job("j"), DataParallel(), num_shards=num_shards, attempt="a")
+        self.spent: list[str] = []
+
+    def contribute(self, shard: int, contributed: Contributed) -> dict[int, Combination]:
+        """What nodes are to take in now."""
+        outcome = apply(self.state, ShardContributed(shard=shard, contributed=contributed))
+        self.state = outcome.state
+        self.spent += outcome.spent
+        return dict(outcome.combinations)
+
+    def report(self, shard: int, report: Told) -> list[Told]:
+        """What is told of the whole job."""
+        outcome = apply(self.state, ShardReported(shard=shard, report=report))
+        self.state = outcome.state
+        return list(outcome.told)
 
 
 def shard(**settings: Any) -> Shard:
@@ -59,28 +80,28 @@ def test_asynchronous_nodes_meet_where_a_checkpoint_is_due_and_others_whenever_t
 
 
 def test_nodes_that_meet_take_in_what_all_have_brought_in_one_order():
-    log = Contributions(3)
-    assert log.add(2, contributed(2, 1, num_trained=5)) == {}
-    assert log.add(0, contributed(0, 1, num_trained=2)) == {}
-    found = log.add(1, contributed(1, 1, num_trained=0))
+    job = Divided(3)
+    assert job.contribute(2, contributed(2, 1, num_trained=5)) == {}
+    assert job.contribute(0, contributed(0, 1, num_trained=2)) == {}
+    found = job.contribute(1, contributed(1, 1, num_trained=0))
     whole = Combination(directories=("1-0", "1-1", "1-2"), num_trained=7, version=1, num_in_version=3)
     assert found == dict.fromkeys(range(3), whole)
 
 
 def test_a_node_that_waits_for_nobody_takes_in_what_has_come_so_far():
-    log = Contributions(2)
-    first = log.add(0, contributed(0, 4, meets=False))
+    job = Divided(2)
+    first = job.contribute(0, contributed(0, 4, meets=False))
     assert first == {0: Combination(directories=("4-0",), num_trained=1)}
-    second = log.add(0, contributed(0, 8, meets=False))
+    second = job.contribute(0, contributed(0, 8, meets=False))
     assert second == {0: Combination(directories=("8-0",), num_trained=1, version=4, num_in_version=1)}
-    late = log.add(1, contributed(1, 4, meets=False))
+    late = job.contribute(1, contributed(1, 4, meets=False))
     assert late == {1: Combination(directories=("4-0", "8-0", "4-1"), num_trained=3, version=4, num_in_version=2)}
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_version_is_made_of_the_same_contributions_on_every_node(seed: int):
     random, num_nodes = Random(seed), 3
-    log, rounds = Contributions(num_nodes), [4, 6, 8, 10]
+    job, rounds = Divided(num_nodes), [4, 6, 8, 10]
     done, waits = [0] * num_nodes, [False] * num_nodes
     taken: list[list[str]] = [[] for _ in range(num_nodes)]
     versions: dict[int, list[str]] = {}
@@ -88,7 +109,7 @@ def test_a_version_is_made_of_the_same_contributions_on_every_node(seed: int):
     while any(number < len(rounds) for number in done):
         node = random.choice([each for each in range(num_nodes) if not waits[each] and done[each] < len(rounds)])
         step, done[node], waits[node] = rounds[done[node]], done[node] + 1, True
-        for other, found in log.add(node, contributed(node, step, meets=step in (6, 10))).items():
+        for other, found in job.contribute(node, contributed(node, step, meets=step in (6, 10))).items():
             assert not removed & set(found.directories)
             waits[other] = False
             if found.version is not None:
@@ -96,7 +117,7 @@ def test_a_version_is_made_of_the_same_contributions_on_every_node(seed: int):
                 assert versions.setdefault(found.version, whole) == whole
                 assert len(whole) == num_nodes * (rounds.index(found.version) + 1)
             taken[other] += found.directories
-        removed |= set(log.take_spent())
+        removed |= set(job.spent)
     assert taken[0] == taken[1] == taken[2]
     assert sorted(taken[0]) == sorted(f"{step}-{node}" for step in rounds for node in range(num_nodes))
     assert {6, 10} <= versions.keys()
@@ -107,37 +128,57 @@ def event(kind: Any, step: int, **fields: Any) -> JobEvent:
 
 
 def test_a_step_is_told_when_all_nodes_have_made_it_with_the_means_of_all_tokens():
-    reports = ShardReports("j", 3)
+    job = Divided(3)
     few = event("step", 1, loss=1.0, token_accuracy=0.0, num_trained=1, num_tokens=2, norm=1.0)
     many = event("step", 1, loss=4.0, token_accuracy=1.0, num_trained=3, num_tokens=5, norm=1.0)
     none = event("step", 1, loss=float("nan"), token_accuracy=float("nan"), num_tokens=0, norm=1.0)
-    assert reports.take(0, few) == reports.take(2, none) == []
-    [told] = reports.take(1, many)
+    assert job.report(0, few) == job.report(2, none) == []
+    [told] = job.report(1, many)
     assert isinstance(told, JobEvent)
     assert (told.job, told.loss, told.token_accuracy) == ("j", 3.25, 0.75)
     assert (told.num_trained, told.num_tokens, told.norm) == (4, 7, 1.0)
 
 
 def test_a_checkpoint_is_told_after_its_step_and_an_end_when_all_have_ended():
-    reports = ShardReports("j", 2)
+    job = Divided(2)
     checkpoint = Checkpointed(job="j.a.0", step=1, directory="/c", listed=True)
-    assert reports.take(0, event("step", 1, loss=1.0, num_trained=1)) == []
-    assert reports.take(0, checkpoint) == []
-    assert reports.is_holding
-    told = reports.take(1, event("step", 1, loss=1.0, num_trained=1))
+    assert job.report(0, event("step", 1, loss=1.0, num_trained=1)) == []
+    assert job.report(0, checkpoint) == []
+    assert job.state.is_holding
+    told = job.report(1, event("step", 1, loss=1.0, num_trained=1))
     assert [(type(each).__name__, each.job, each.step) for each in told] == [
         ("JobEvent", "j", 1),
         ("Checkpointed", "j", 1),
     ]
-    assert not reports.is_holding
-    assert reports.take(1, event("succeeded", 1)) == []
-    assert [each.job for each in reports.take(0, event("succeeded", 1))] == ["j"]
+    assert not job.state.is_holding
+    assert job.report(1, event("succeeded", 1)) == []
+    assert [each.job for each in job.report(0, event("succeeded", 1))] == ["j"]
 
 
 def test_a_version_is_told_when_all_nodes_have_one_as_new():
-    reports = ShardReports("j", 2)
-    assert reports.take(0, event("version", 4, version="ft:a@b@4")) == []
-    assert reports.take(0, event("version", 8, version="ft:a@b@8")) == []
-    [told] = reports.take(1, event("version", 9, version="ft:a@b@4"))
+    job = Divided(2)
+    assert job.report(0, event("version", 4, version="ft:a@b@4")) == []
+    assert job.report(0, event("version", 8, version="ft:a@b@8")) == []
+    [told] = job.report(1, event("version", 9, version="ft:a@b@4"))
     assert isinstance(told, JobEvent)
     assert (told.version, told.step) == ("ft:a@b@4", 4)
+
+
+def test_an_end_that_was_asked_for_is_told_when_all_shards_have_ended_and_any_other_at_once():
+    job = Divided(2)
+    assert [each.job for each in job.report(1, event("failed", 2))] == ["j"]
+    assert job.state.is_over
+    job = Divided(2)
+    job.state = apply(job.state, EndChanged(is_over=True)).state
+    assert job.report(0, event("cancelled", 2)) == job.report(1, event("cancelled", 2)) == []
+    assert job.state.end is not None and job.state.end.job == "j"
+    assert job.state.shards == ["j.a.0", "j.a.1"]
+
+
+def test_a_shard_begins_with_the_newest_checkpoint_that_all_have_come_to():
+    job = Divided(2)
+    job.report(0, event("step", 1))
+    job.report(0, Checkpointed(job="j.a.0", step=1, directory="/c", listed=True))
+    assert job.state.checkpoint is None
+    job.report(1, event("step", 1))
+    assert job.state.checkpoint == "/c"
