@@ -5,9 +5,22 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from coserve.cluster.nodes import ClusterNode
+from coserve.cluster.placed_job import (
+    CheckpointTold,
+    Event,
+    Moved,
+    Placed,
+    PlacedJob,
+    RestChanged,
+    StartAwaited,
+    StartSent,
+    StepTold,
+    TakenBack,
+    apply,
+)
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.tasks import task_of_job
 from coserve.engine.commands import AdapterRef, JobStart
@@ -23,28 +36,21 @@ _MOST_MADE = 100
 
 @dataclass(kw_only=True, eq=False)
 class _Job:
-    """One that was started. excluded: nodes where it cannot go. node: None while it waits for one. is_sent: it knows.
-    is_late: `start` has returned before it had a node; late_start: on the one that it has got since. rests: it is
-    paused. checkpoint: the newest, of checkpoint_step steps (0 until one is told). step: the newest that was told.
-    turn: of those who change it.
-    """
+    """A job that was started, and what this process does for it."""
 
-    start: JobStart
-    excluded: frozenset[str] = frozenset()
-    node: ClusterNode | None = None
-    is_sent: bool = False
-    is_late: bool = False
+    state: PlacedJob
+    # Of one that has got its node after `start` had returned.
     late_start: "asyncio.Task[None] | None" = None
-    rests: bool = False
-    checkpoint: str | None = None
-    checkpoint_step: int = 0
-    step: int = 0
+    # Of those who change it.
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
-    def told(self) -> ClusterNode | None:
-        """The node that knows of it, if there is one: no other can be asked anything of it."""
-        return self.node if self.is_sent else None
+    def node(self) -> ClusterNode | None:
+        return self.state.node
+
+    def apply(self, event: Event) -> None:
+        """Have an event change the job."""
+        self.state = apply(self.state, event)
 
 
 class ClusterJobs:
@@ -78,11 +84,11 @@ class ClusterJobs:
     def is_shard(self, id: str) -> bool:
         """Whether it is a part of another job."""
         found = self._jobs.get(id)
-        return found is not None and found.start.shard is not None
+        return found is not None and found.state.start.shard is not None
 
     def makers(self, adapter: str) -> set[ClusterNode] | None:
         """Nodes that have been told to make an adapter, none while its job moves; None: no job makes it."""
-        jobs = [job for job in self._jobs.values() if job.start.name == adapter]
+        jobs = [job.state for job in self._jobs.values() if job.state.start.name == adapter]
         return {job.told for job in jobs if job.told is not None} if jobs else None
 
     def made(self, adapter: str) -> AdapterRef | None:
@@ -93,7 +99,7 @@ class ClusterJobs:
 
     async def start(self, job: JobStart, *, excluded: frozenset[str] = frozenset()) -> None:
         """See `JobEngine`; one that must wait for a node has been taken, too. excluded: nodes where it cannot go."""
-        started = self._jobs[job.id] = _Job(start=job, excluded=excluded, rests=job.paused)
+        started = self._jobs[job.id] = _Job(state=PlacedJob(start=job, excluded=excluded, rests=job.paused))
         self._made.pop(job.name, None)
         self._scheduler.submit(task_of_job(job, excluded=excluded))
         self._place()
@@ -108,28 +114,28 @@ class ClusterJobs:
     async def pause(self, id: str) -> None:
         """See `JobEngine`."""
         async with self._turn(id) as job:
-            if job.told is not None:
-                await job.told.link.pause_job(id)
+            if (node := job.state.told) is not None:
+                await node.link.pause_job(id)
             else:
                 self._take_back(job)
-            job.rests = True
+            job.apply(RestChanged(rests=True))
 
     async def resume(self, id: str) -> None:
         """See `JobEngine`."""
         async with self._turn(id) as job:
-            rested, job.rests = job.rests, False
-            if job.told is not None:
-                await job.told.link.resume_job(id)
+            rested = job.state.rests
+            job.apply(RestChanged(rests=False))
+            if (node := job.state.told) is not None:
+                await node.link.resume_job(id)
             elif rested:
-                job.start = replace(job.start, paused=False)
                 self._place_anew(job)
 
     async def cancel(self, id: str, *, keeps: bool = True) -> None:
         """See `JobEngine`. keeps: a checkpoint."""
         async with self._turn(id) as job:
             try:
-                if job.told is not None:
-                    await job.told.link.cancel_job(id, keeps=keeps)
+                if (node := job.state.told) is not None:
+                    await node.link.cancel_job(id, keeps=keeps)
             except EngineGoneError:
                 if self._jobs.get(id) is job:  # else its end was told before the node died
                     raise
@@ -148,7 +154,7 @@ class ClusterJobs:
             return True
 
     async def _move(self, job: _Job, id: str) -> bool:
-        old = job.told
+        old = job.state.told
         if old is None:
             if job.node is not None:
                 self._place_anew(job)
@@ -164,17 +170,16 @@ class ClusterJobs:
         if self._jobs.get(id) is not job:
             return True
         # Steps that no checkpoint has are forgotten where all of it is known, before they are made again.
-        is_kept = is_kept and job.step <= job.checkpoint_step
+        is_kept = is_kept and job.state.is_kept
         self._take_back(job)
-        job.is_late = False
         with suppress(CoserveError):  # what it would say is of no interest any more
             await old.link.cancel_job(id, keeps=False)
         if not is_kept:
             _log.error("job %s has no checkpoint of its last steps: it is started anew, from the one before", id)
             self.forget(id)
             return False
-        job.start = replace(job.start, checkpoint=job.checkpoint or job.start.checkpoint, paused=job.rests)
-        self._scheduler.submit(task_of_job(job.start))
+        job.apply(Moved())
+        self._scheduler.submit(task_of_job(job.state.start))
         self._place()
         try:
             await self._start_when_placed(job)
@@ -191,8 +196,8 @@ class ClusterJobs:
         """A job has a node."""
         if (job := self._jobs.get(id)) is None:
             return
-        job.node = node
-        if job.is_late:
+        job.apply(Placed(node=node))
+        if job.state.is_late:
             start = job.late_start = asyncio.create_task(self._start_late(job, node))
             self._starts.add(start)
             start.add_done_callback(self._starts.discard)
@@ -200,18 +205,18 @@ class ClusterJobs:
     def stepped(self, event: JobEvent) -> None:
         """Its node has told of a job how far it is."""
         if (job := self._jobs.get(event.job)) is not None:
-            job.step = max(job.step, event.step)
+            job.apply(StepTold(step=event.step))
 
     def checkpointed(self, found: Checkpointed) -> None:
         """A checkpoint of a job is on disk."""
         if (job := self._jobs.get(found.job)) is not None:
-            job.checkpoint, job.checkpoint_step = found.directory, found.step
+            job.apply(CheckpointTold(directory=found.directory, step=found.step))
 
     def ended(self, event: JobEvent) -> None:
         """Its node has told its end, and its last checkpoint before."""
         job = self._jobs.get(event.job)
-        if job is not None and job.checkpoint is not None and event.kind == "succeeded":
-            self.keep(AdapterRef(name=job.start.name, directory=job.checkpoint))
+        if job is not None and job.state.checkpoint is not None and event.kind == "succeeded":
+            self.keep(AdapterRef(name=job.state.start.name, directory=job.state.checkpoint))
         self.forget(event.job)
 
     def keep(self, adapter: AdapterRef) -> None:
@@ -239,37 +244,37 @@ class ClusterJobs:
 
     def _take_back(self, job: _Job) -> None:
         """It has no node any more, and waits for none."""
-        job.node, job.is_sent = None, False
-        if not self._scheduler.withdraw(job.start.id):
-            self._scheduler.finish(job.start.id)
+        job.apply(TakenBack())
+        if not self._scheduler.withdraw(job.state.start.id):
+            self._scheduler.finish(job.state.start.id)
 
     def _place_anew(self, job: _Job) -> None:
         """One that no node knows of."""
         self._take_back(job)
-        self._scheduler.submit(task_of_job(job.start, excluded=job.excluded))
+        self._scheduler.submit(task_of_job(job.state.start, excluded=job.state.excluded))
         self._place()
 
     async def _start_when_placed(self, job: _Job) -> None:
         """Now, or as soon as it has a node (see `placed`)."""
         if job.node is None:
-            job.is_late = True
+            job.apply(StartAwaited())
         else:
             await self._start_on(job, job.node)
 
     async def _start_on(self, job: _Job, node: ClusterNode) -> None:
-        job.is_sent = True
+        job.apply(StartSent())
         try:
-            await node.link.start_job(job.start)
+            await node.link.start_job(job.state.start)
         except EngineGoneError:  # which is told with the node's end
             raise
         except CoserveError:
-            self.forget(job.start.id)
+            self.forget(job.state.start.id)
             raise
 
     async def _start_late(self, job: _Job, node: ClusterNode) -> None:
         """What is wrong with it is told as an event."""
-        id = job.start.id
-        if self._jobs.get(id) is not job or job.is_sent or job.node is not node:
+        id = job.state.start.id
+        if self._jobs.get(id) is not job or job.state.is_sent or job.node is not node:
             return  # it was changed in between
         try:
             await self._start_on(job, node)
