@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from coserve.cluster.nodes import ClusterNode
-from coserve.jobs.messages import JobStart
+from coserve.engine.commands import JobStart
 
 
 @dataclass(frozen=True, kw_only=True)
