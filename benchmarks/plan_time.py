@@ -17,10 +17,8 @@ from functools import partial
 from itertools import product
 from statistics import median
 
-from msgspec import structs
-
 from coserve.models import load_backbone
-from coserve.scheduling import JobView, LatencyModel, RequestView, View, make_policy
+from coserve.scheduling import JobInfo, JobProgress, LatencyModel, RequestInfo, RequestProgress, View, make_policy
 from coserve.scheduling.latency import ForwardLoad
 from coserve.scheduling.plan import TenantView
 from coserve.scheduling.policies.harli import predictor
@@ -50,21 +48,57 @@ def make_view(
     num_tenants: int = 1,
 ) -> View:
     """Return requests with time to spare, some of them prompts that fit as a whole, so that jobs get their turn."""
+    tenants = [f"tenant-{i}" for i in range(num_tenants)]
     requests = [
-        RequestView(f"r{i}", 1, 500 + i, 40, 0.0, 8.0, NOW_S, 20.0, 2.0, f"adapter-{i % 4}", 168)
+        RequestProgress(
+            id=f"r{i}",
+            info=RequestInfo(
+                arrival_s=0.0,
+                ttft_s=20.0,
+                tpot_s=2.0,
+                version=f"adapter-{i % 4}",
+                num_bypasses=168,
+                tenant=tenants[i % num_tenants],
+            ),
+            num_rows=1,
+            num_past=500 + i,
+            num_output=40,
+            first_token_s=8.0,
+            last_token_s=NOW_S,
+        )
         for i in range(NUM_REQUESTS - num_prompts)
     ]
-    requests += [RequestView(f"p{i}", 40, 0, 0, NOW_S, None, NOW_S, 20.0, 2.0) for i in range(num_prompts)]
+    requests += [
+        RequestProgress(
+            id=f"p{i}",
+            info=RequestInfo(
+                arrival_s=NOW_S, ttft_s=20.0, tpot_s=2.0, tenant=tenants[(len(requests) + i) % num_tenants]
+            ),
+            num_rows=40,
+            num_past=0,
+            num_output=0,
+            first_token_s=None,
+            last_token_s=NOW_S,
+        )
+        for i in range(num_prompts)
+    ]
     jobs = [
-        JobView(f"j{i}", phases[i % len(phases)], 1024, 1024 - 100 * i, 24, 128.0, latency.profile.job)  # type: ignore[arg-type]
+        JobProgress(
+            id=f"j{i}",
+            info=JobInfo(counts=latency.profile.job, tenant=tenants[i % num_tenants]),
+            phase=phases[i % len(phases)],  # type: ignore[arg-type]
+            num_rows=1024,
+            num_rows_left=1024 - 100 * i,
+            num_parts_left=24,
+            mean_context_len=128.0,
+        )
         for i in range(num_jobs)
     ]
-    tenants = [f"tenant-{i}" for i in range(num_tenants)]
     return View(
         now_s=NOW_S,
-        requests=tuple([structs.replace(each, tenant=tenants[i % num_tenants]) for i, each in enumerate(requests)]),
-        jobs=tuple([structs.replace(job, tenant=tenants[i % num_tenants]) for i, job in enumerate(jobs)]),
-        tenants=tuple([TenantView(name, used_s=1.0 + i / 100) for i, name in enumerate(tenants)]),
+        requests=tuple(requests),
+        jobs=tuple(jobs),
+        tenants=tuple([TenantView(name=name, used_s=1.0 + i / 100) for i, name in enumerate(tenants)]),
         ttft_s=20.0,
         tpot_s=2.0,
         num_units=num_units,

@@ -181,7 +181,7 @@ def _predicted() -> list[Row]:
                 ("two_stage", predicted_s),
                 ("at_pace", pace * predicted_s),
                 ("profiled", alone_s / speed),
-                ("corrected", plan.forward_s / plan.forward_speed),
+                ("corrected", plan.prediction.forward_s / plan.prediction.forward_speed),
             ):
                 errors[name].append(abs(each_s - took_s) / took_s)
         for name in names:

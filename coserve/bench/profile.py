@@ -115,7 +115,7 @@ class _Bench:
         engine.policy = make_policy("inference-only")
         for _ in range(streams):
             engine.add_tokens(random.choices(range(vocab_size), k=context), params, slo=_RELAXED)
-        while any(request.num_rows > 1 for request in engine.requests.running_views()) or engine.requests.waiting:
+        while any(request.num_rows > 1 for request in engine.requests.running_progress()) or engine.requests.waiting:
             engine.step()
         examples = [
             Example(tokens=tuple(random.choices(range(vocab_size), k=rows)), trained=(True,) * rows)

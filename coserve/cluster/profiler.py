@@ -22,7 +22,7 @@ from coserve.cluster.view import Latency, NodeProfile
 from coserve.home import home_directory, is_trusted, make_private
 from coserve.protocol.messages import Ready
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import JobView
+from coserve.scheduling.plan import whole_pack
 from coserve.scheduling.profile import Profile
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def node_profile(
     latency = LatencyModel(profile)
 
     def backward_s(length: int) -> float:
-        pack = JobView("", "pack", length, length, profile.job.num_parts, length / 2, profile.job)
+        pack = whole_pack(profile.job, length, length / 2)
         return latency.pack_s(pack) - latency.prompt_s(length)
 
     few, many = _DECODES

@@ -58,7 +58,8 @@ class ArrivalQueue:
         if not self._num_apart:
             return requests
         awaited = [task for task in requests if not task.is_batch]
-        return [*by_priority(awaited), *by_due([task for task in requests if task.is_batch])]
+        batch = [task for task in requests if task.is_batch]
+        return [*by_priority(awaited, lambda task: task.priority), *by_due(batch, lambda task: task.batch_due_s)]
 
 
 def _is_apart(task: Task) -> bool:
@@ -68,7 +69,11 @@ def _is_apart(task: Task) -> bool:
 def _shared_out(view: ClusterView, requests: Sequence[Task]) -> Iterator[Task]:
     """Among their tenants, by what these have been served."""
     served = {tenant.name: tenant.served for tenant in view.tenants}
-    return by_share(requests, served, lambda task: view.prompt_weight * task.batch_size * task.num_tokens)
+
+    def cost(task: Task) -> float:
+        return view.prompt_weight * task.batch_size * task.num_tokens
+
+    return by_share(requests, served, cost, lambda task: task.tenant)
 
 
 class RequestsFirst(ArrivalQueue):

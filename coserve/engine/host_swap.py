@@ -20,7 +20,7 @@ from coserve.devices.swap_messages import SwapIn, SwapOut
 from coserve.memory.host_blocks import HostBlocks
 from coserve.memory.kv_cache import KvCache, PagedSequence
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import JobView
+from coserve.scheduling.plan import JobProgress
 from coserve.scheduling.swapping import pack_swap_pays, swap_pays
 from coserve.tuning.cursor import Cursor
 
@@ -108,7 +108,7 @@ class HostSwap:
 
     # -- packs ----------------------------------------------------------------------
 
-    def keep_pack(self, job: JobView, pages: Sequence[int]) -> bool:
+    def keep_pack(self, job: JobProgress, pages: Sequence[int]) -> bool:
         """A job's pack gives these pages back: copy them, if that pays and there is room. Returns whether."""
         owner, num_bytes = ("pack", job.id), len(pages) * self._page_bytes
         if not self.num_pages or not pack_swap_pays(self._latency, job, num_bytes=num_bytes):

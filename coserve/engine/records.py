@@ -41,15 +41,15 @@ def record_of(request: Request) -> RequestRecord:
     return RequestRecord(
         request=request.request,
         adapter=request.version.name if request.version else None,
-        arrival_s=request.arrival_s,
-        ttft_s=request.first_token_s - request.arrival_s,
+        arrival_s=request.info.arrival_s,
+        ttft_s=request.first_token_s - request.info.arrival_s,
         tpot_s=(request.last_token_s - request.first_token_s) / later if later else None,
         num_prompt_tokens=len(request.prompt) - request.num_virtual,
         num_output_tokens=request.num_output,
         slo=request.slo,
         asked_slo=request.asked_slo if request.asked_slo != request.slo else None,
         index=request.index,
-        queue_s=max(0.0, (request.started_s or request.arrival_s) - request.arrival_s),
+        queue_s=max(0.0, (request.started_s or request.info.arrival_s) - request.info.arrival_s),
     )
 
 

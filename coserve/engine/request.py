@@ -13,7 +13,7 @@ from coserve.engine.text import TextStream
 from coserve.memory.kv_cache import PagedSequence
 from coserve.memory.prefix_index import PrefixOwner
 from coserve.scheduling.attainment import Taken, TakenTime
-from coserve.scheduling.plan import RequestView
+from coserve.scheduling.plan import RequestInfo, RequestProgress
 from coserve.scheduling.slo import Slo
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -55,6 +55,7 @@ class Request:
         self,
         *,
         id: str,
+        info: RequestInfo,
         request: str,
         index: int,
         prompt: Sequence[int],
@@ -63,32 +64,27 @@ class Request:
         version: AdapterVersion | None,
         slo: Slo,
         asked_slo: Slo,
-        arrival_s: float,
         end_tokens: frozenset[int],
         text: TextStream | None,
-        tenant: str = "",
-        priority: int = 0,
-        batch_due_s: float | None = None,
         without_jobs: bool = False,
         prefix_source: "Request | None" = None,
         taken_time: TakenTime | None = None,
         num_model_changes: int = 0,
         prefix_tenant: str = "",
     ) -> None:
-        """slo: what it is served by; asked_slo: what was asked for, which may be beyond the device. taken_time: what is
-        taken of the engine's time. priority, batch_due_s: see `RequestView`. without_jobs: see
+        """info: what stays the same of its request. slo: what it is served by; asked_slo: what was asked for, which may
+        be beyond the device. taken_time: what is taken of the engine's time. without_jobs: see
         `TokenEngine.add_tokens`. prefix_source: the sequence with the same prompt that runs first, so that this one
         finds its pages. prefix_tenant: see `PrefixOwner`.
         """
-        self.id, self.request, self.index, self.prefix_source = id, request, index, prefix_source
+        self.id, self.info, self.request, self.index = id, info, request, index
+        self.prefix_source = prefix_source
         self.num_virtual = 0 if version is None else version.num_virtual_tokens
         self.prompt = [*virtual_tokens(self.num_virtual), *prompt]
-        self.params, self.seed, self.tenant = params, seed, tenant
-        self.version, self.slo, self.asked_slo, self.arrival_s = version, slo, asked_slo, arrival_s
-        self.priority, self.batch_due_s = priority, batch_due_s
-        self.is_batch = batch_due_s is not None  # nobody waits for it
+        self.params, self.seed = params, seed
+        self.version, self.slo, self.asked_slo = version, slo, asked_slo
+        self.is_batch = info.batch_due_s is not None  # nobody waits for it
         self.without_jobs = without_jobs
-        self.version_key = version.key if version is not None else ""
         self._prefix_tenant = prefix_tenant
         self.prefix_owner = PrefixOwner("")
         self.note_model_changes(num_model_changes)
@@ -97,17 +93,16 @@ class Request:
         self.sequence: PagedSequence | None = None
         self.started_s: float | None = None  # when a step began that had its first rows
         self.first_token_s: float | None = None
-        self.last_token_s = arrival_s
+        self.last_token_s = info.arrival_s
         self.finish_reason: FinishReason | None = None
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
         self.taken_before = Taken()  # before its first token
         self._taken_time = taken_time or TakenTime()
-        self._taken_mark = self._taken_time.at(arrival_s)
+        self._taken_mark = self._taken_time.at(info.arrival_s)
         self._num_pages_sent = 0
         self._prompt_logprobs: list[TokenLogprob] = []
         self._num_unscored = len(prompt) - 1 if params.prompt_logprobs is not None and not index else 0
-        self._draws, self._is_masked = params.temperature > 0, params.grammar is not None
         self._may_forbid = params.min_tokens > 0 or bool(params.bad_words)
         self._end_tokens = end_tokens
         self._stop_tokens = end_tokens | set(params.stop_token_ids)
@@ -115,14 +110,15 @@ class Request:
         may_end = not params.ignore_eos or params.stop_token_ids or params.stop or params.grammar
         self._num_sure = params.min_tokens if may_end else params.max_tokens
         self._text = text
+        self._progress = self._new_progress()
 
     def note_model_changes(self, number: int) -> None:
         """How often the weights have been changed that it is to be computed with; before its first row."""
         self.num_model_changes = number
-        parts = [self.version_key, *([self.params.cache_salt] if self.params.cache_salt else [])]
+        parts = [self.info.version, *([self.params.cache_salt] if self.params.cache_salt else [])]
         version = "\0".join(parts) + (f"\1{number}" if number else "")
         # Public prompts are the base's: blocks of an adapter are its tenant's in any case.
-        num_public = 0 if self.version_key else self.params.num_public_tokens
+        num_public = 0 if self.info.version else self.params.num_public_tokens
         self.prefix_owner = PrefixOwner(version, self._prefix_tenant, num_public)
 
     # -- questions ----------------------------------------------------------------
@@ -149,46 +145,59 @@ class Request:
         """Whether rows of its prompt are still to be run for the log-probabilities of what comes after them."""
         return self._num_unscored > 0
 
-    def running_view(self) -> RequestView:
-        """As a policy sees it while it runs."""
+    def progress(self) -> RequestProgress:
+        """Return how far it is while it runs: for a policy, until the next step is planned."""
         sequence = self.sequence
         assert sequence is not None
         num_rows = len(self.tokens) - sequence.length
-        return self._view(num_rows, sequence.length, sequence.num_pages_missing(num_rows), len(sequence.pages))
+        progress = self._bring_up_to_date(num_rows, sequence.length, sequence.num_pages_missing(num_rows))
+        progress.num_held = len(sequence.pages)
+        progress.may_start = self.prefix_source is None or self.may_start
+        return progress
 
-    def waiting_view(self, num_known: int, num_pages: int, *, is_held: bool) -> RequestView:
-        """The same while it waits; num_known: of its tokens, those whose K and V it need not compute. is_held: it may
-        not start yet.
+    def progress_waiting(self, num_known: int, num_pages: int, *, is_held: bool) -> RequestProgress:
+        """Return how far it is while it waits.
+
+        Args:
+            num_known: of its tokens, those whose keys and values it need not compute.
+            num_pages: that its admission would take.
+            is_held: whether it may not start yet.
         """
-        return self._view(len(self.tokens) - num_known, num_known, num_pages, 0, is_held)
+        progress = self._bring_up_to_date(len(self.tokens) - num_known, num_known, num_pages)
+        progress.num_held = 0
+        progress.may_start = not is_held and (self.prefix_source is None or self.may_start)
+        return progress
 
-    def _view(self, num_rows: int, num_past: int, num_pages: int, num_held: int, is_held: bool = False) -> RequestView:
-        version, num_left = self.version, self.params.max_tokens - self.num_output
-        return RequestView(
-            self.id,
-            num_rows,
-            num_past,
-            self.num_output,
-            self.arrival_s,
-            self.first_token_s,
-            self.last_token_s,
-            self.slo.ttft_s,
-            self.slo.tpot_s,
-            self.version_key,
-            version.num_bypasses if version else 0,
-            self.tenant,
-            num_pages,
-            num_held,
-            self._draws,
-            self._num_unscored,
-            not is_held and (self.prefix_source is None or self.may_start),
-            num_left if num_left > 1 else 1,
-            self._taken_time.total.jobs_s - self._taken_mark.jobs_s,
-            self._is_masked,
-            self.priority,
-            self.batch_due_s,
-            self._num_sure - self.num_output,
+    def wait(self) -> None:
+        """It waits from now on. What a policy has seen of it in this step stays as it was."""
+        self._progress = self._new_progress()
+
+    def _new_progress(self) -> RequestProgress:
+        return RequestProgress(
+            id=self.id,
+            info=self.info,
+            num_rows=0,
+            num_past=0,
+            num_output=0,
+            first_token_s=None,
+            last_token_s=self.last_token_s,
         )
+
+    def _bring_up_to_date(self, num_rows: int, num_past: int, num_pages: int) -> RequestProgress:
+        """What runs and what waits have in common; field by field, since a step does this some hundred times."""
+        progress = self._progress
+        progress.num_rows = num_rows
+        progress.num_past = num_past
+        progress.num_pages = num_pages
+        progress.num_output = num_output = self.num_output
+        progress.first_token_s = self.first_token_s
+        progress.last_token_s = self.last_token_s
+        progress.num_scored = self._num_unscored
+        num_left = self.params.max_tokens - num_output
+        progress.num_left = num_left if num_left > 1 else 1
+        progress.num_sure = self._num_sure - num_output
+        progress.jobs_s = self._taken_time.total.jobs_s - self._taken_mark.jobs_s
+        return progress
 
     # -- what a device is told ------------------------------------------------------
 
@@ -203,7 +212,7 @@ class Request:
             request=self.id,
             params=self.params,
             seed=self.seed,
-            version=self.version_key,
+            version=self.info.version,
             pages=tuple(sequence.pages),
             prompt=tuple(self.prompt[self.num_virtual :]) if used else (),
             output=tuple(self.tokens[len(self.prompt) :]) if continues else (),

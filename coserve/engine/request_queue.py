@@ -18,7 +18,7 @@ from coserve.engine.host_swap import HostSwap
 from coserve.engine.request import Request
 from coserve.memory.kv_cache import KvCache, PagedSequence
 from coserve.scheduling.fairness import TokenCounters
-from coserve.scheduling.plan import PlannedRows, RequestView
+from coserve.scheduling.plan import PlannedRows, RequestProgress
 
 
 class ImportedBlocks(msgspec.Struct, frozen=True):
@@ -105,7 +105,7 @@ class RequestQueue:
         self._num_batch = 0  # sequences of batch work
         self.num_by_tenant: Counter[str] = Counter()  # sequences of every tenant that has any
         self._keys: dict[str, list[bytes]] = {}  # of the blocks of those that wait
-        self._views: dict[str, RequestView] = {}  # of those that wait
+        self._progress: dict[str, RequestProgress] = {}  # of those that wait
 
     # -- questions ----------------------------------------------------------------
 
@@ -135,20 +135,20 @@ class RequestQueue:
         """The sequences of a request that are not over."""
         return list(self._members.get(name, ()))
 
-    def running_views(self, *, is_batch: bool = False) -> tuple[RequestView, ...]:
+    def running_progress(self, *, is_batch: bool = False) -> tuple[RequestProgress, ...]:
         """Of requests that somebody waits for, or of batch work."""
         if not self.running:
             return ()
-        return tuple([each.running_view() for each in self.running.values() if each.is_batch == is_batch])
+        return tuple([each.progress() for each in self.running.values() if each.is_batch == is_batch])
 
-    def waiting_views(self, *, is_batch: bool = False) -> tuple[RequestView, ...]:
+    def waiting_progress(self, *, is_batch: bool = False) -> tuple[RequestProgress, ...]:
         """Of those far back in the queue, what they share may be out of date."""
         if not self.waiting:
             return ()
         waiting = [request for request in self.waiting.values() if request.is_batch == is_batch]
         for request in waiting[:_NUM_LOOKED_UP]:
-            self._views[request.id] = self._look_up(request)
-        return tuple([self._views[request.id] for request in waiting])
+            self._progress[request.id] = self._look_up(request)
+        return tuple([self._progress[request.id] for request in waiting])
 
     def num_batch(self) -> tuple[int, int]:
         """Sequences of batch work that run, and that wait."""
@@ -195,7 +195,7 @@ class RequestQueue:
         self.num_arrived += len(members)
         for request in members:
             self._num_batch += request.is_batch
-            self.num_by_tenant[request.tenant] += 1
+            self.num_by_tenant[request.info.tenant] += 1
             self._wait(request)
 
     def hold(self, name: str) -> None:
@@ -214,7 +214,7 @@ class RequestQueue:
             request.note_model_changes(number)
             if not request.scores_prompt:
                 self._keys[request.id] = self._cache.prefixes.keys(request.prefix_owner, request.tokens)
-            self._views[request.id] = self._look_up(request)
+            self._progress[request.id] = self._look_up(request)
 
     def admit(self, request: Request) -> OpenRequest | None:
         """Give it the pages of all its tokens, with what lies on the host or has been handed over; None, and nothing
@@ -232,7 +232,7 @@ class RequestQueue:
         self._imports.bring_in(request.id, sequence, len(request.tokens))
         self._stop_waiting(request)
         if not request.num_preemptions:
-            self._counters.charge(request.tenant, prompt=len(request.prompt))
+            self._counters.charge(request.info.tenant, prompt=len(request.prompt))
         self.running[request.id] = request
         return opened
 
@@ -260,6 +260,7 @@ class RequestQueue:
         assert request.sequence is not None
         num_tokens = request.sequence.length
         closed = request.close()
+        request.wait()
         request.num_preemptions += 1
         self.num_preemptions += 1
         del self.running[request.id]
@@ -281,9 +282,9 @@ class RequestQueue:
         members.remove(request)
         self.num_ended += 1
         self._num_batch -= request.is_batch
-        self.num_by_tenant[request.tenant] -= 1
-        if not self.num_by_tenant[request.tenant]:
-            del self.num_by_tenant[request.tenant]
+        self.num_by_tenant[request.info.tenant] -= 1
+        if not self.num_by_tenant[request.info.tenant]:
+            del self.num_by_tenant[request.info.tenant]
         if not members:
             del self._members[request.request]
         return closed
@@ -301,18 +302,18 @@ class RequestQueue:
         prefixes = self._cache.prefixes
         self._keys[request.id] = prefixes.keys(request.prefix_owner, request.tokens) if shares else []
         self.waiting[request.id] = request
-        self._views[request.id] = self._look_up(request)
-        self._counters.arrive(request.tenant)
+        self._progress[request.id] = self._look_up(request)
+        self._counters.arrive(request.info.tenant)
 
     def _stop_waiting(self, request: Request) -> None:
-        del self.waiting[request.id], self._keys[request.id], self._views[request.id]
+        del self.waiting[request.id], self._keys[request.id], self._progress[request.id]
         self._swap.release(request.id)
         self._imports.release(request.id)
-        self._counters.leave(request.tenant)
+        self._counters.leave(request.info.tenant)
 
-    def _look_up(self, request: Request) -> RequestView:
+    def _look_up(self, request: Request) -> RequestProgress:
         keys, num_tokens = self._keys[request.id], len(request.tokens)
         num_pages, num_known = self._cache.num_pages_to_open(keys, num_tokens)
         num_known += self._swap.num_tokens_kept(keys, num_known, num_tokens)
         num_known += self._imports.num_tokens(request.id, num_known, num_tokens)
-        return request.waiting_view(num_known, num_pages, is_held=self._imports.is_held(request.id))
+        return request.progress_waiting(num_known, num_pages, is_held=self._imports.is_held(request.id))

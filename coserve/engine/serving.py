@@ -22,6 +22,7 @@ from coserve.errors import RequestError
 from coserve.scheduling.attainment import RecentNeed, TakenTime
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel
+from coserve.scheduling.plan import RequestInfo
 from coserve.scheduling.slo import DefaultSlo, Slo, feasible_slo
 from coserve.settings import shown
 
@@ -104,10 +105,23 @@ class Serving:
             asked_slo = Slo(ttft_s=left_s, tpot_s=max(default_slo.tpot_s, left_s / most))
         slo = feasible_slo(asked_slo, default_slo, self._latency, num_prompt_tokens=len(prompt), max_tokens=most)
         self.num_slos_clamped += slo != asked_slo
+        info = RequestInfo(
+            arrival_s=arrival_s,
+            ttft_s=slo.ttft_s,
+            tpot_s=slo.tpot_s,
+            tenant=tenant,
+            priority=priority,
+            batch_due_s=batch_due_s,
+            version="" if version is None else version.key,
+            num_bypasses=0 if version is None else version.num_bypasses,
+            draws=params.temperature > 0,
+            is_masked=params.grammar is not None,
+        )
         members: list[Request] = []
         for index in range(params.n):
             request = Request(
                 id=f"{name}/{index}",
+                info=info,
                 request=name,
                 index=index,
                 prompt=prompt,
@@ -116,12 +130,8 @@ class Serving:
                 version=version,
                 slo=slo,
                 asked_slo=asked_slo,
-                arrival_s=arrival_s,
                 end_tokens=frozenset() if params.ignore_eos else self.end_tokens,
                 text=None if self._text_stream is None else self._text_stream(prompt, params),
-                tenant=tenant,
-                priority=priority,
-                batch_due_s=batch_due_s,
                 without_jobs=without_jobs,
                 prefix_source=members[0] if members else None,
                 taken_time=self.taken_time,
@@ -177,7 +187,7 @@ class Serving:
             chunk = request.accept(tokens[id], now_s, ends_here=ends_here)
             if embeddings and id in embeddings:
                 chunk = structs.replace(chunk, embedding=embeddings[id])
-            num_tokens[request.tenant] = num_tokens.get(request.tenant, 0) + 1
+            num_tokens[request.info.tenant] = num_tokens.get(request.info.tenant, 0) + 1
             emit(chunk)
             if ends_here and chunk.finish_reason is None:
                 chunk = request.end("stop")  # by itself: the token before is part of the text
@@ -200,18 +210,18 @@ class Serving:
 
     def fail_readers(self, version_key: str, reason: str) -> None:
         """End the requests that wait for an adapter version which the device cannot have."""
-        for request in [request for request in self._queue if request.version_key == version_key]:
+        for request in [request for request in self._queue if request.info.version == version_key]:
             self._emit(request.end("error", reason))
             self._leave(request)
 
     def _note_need(self, request: Request, now_s: float) -> None:
         """What a request needed by itself that has its first token, or has ended."""
         if request.num_output <= 1:
-            ttft_s = now_s - request.arrival_s - sum(request.taken_before)
-            self.need.add_first_token(now_s, ttft_s / request.slo.ttft_s)
+            ttft_s = now_s - request.info.arrival_s - sum(request.taken_before)
+            self.need.add_first_token(now_s, ttft_s / request.info.ttft_s)
         elif request.finish_reason is not None and request.first_token_s is not None:
             decoding_s = now_s - request.first_token_s - sum(request.taken)
-            self.need.add_end(now_s, decoding_s / (request.num_output - 1) / request.slo.tpot_s)
+            self.need.add_end(now_s, decoding_s / (request.num_output - 1) / request.info.tpot_s)
 
     def _leave(self, request: Request) -> None:
         """A request is over: everything that it holds goes back."""

@@ -80,18 +80,24 @@ def _runnable(plan: Plan, reserved: Mapping[str, PlannedRows | None], jobs: Mapp
     is_same = rows == plan.rows and losses == plan.losses and tasklets == plan.tasklets and updates == plan.updates
     if is_same and has_sides:
         return plan
-    if not has_sides:
-        plan = structs.replace(plan, partition=None, forward_speed=1.0, backward_speed=0.0)
+    planned = plan.prediction
+    prediction = structs.replace(
+        planned,
+        forward_s=planned.forward_s if rows == plan.rows else 0.0,
+        loss_s=planned.loss_s if losses == plan.losses else 0.0,
+        backward_s=planned.backward_s if tasklets == plan.tasklets else 0.0,
+        update_s=planned.update_s if updates == plan.updates else 0.0,
+        forward_speed=planned.forward_speed if has_sides else 1.0,
+        backward_speed=planned.backward_speed if has_sides else 0.0,
+    )
     return structs.replace(
         plan,
         rows=rows,
         losses=losses,
         tasklets=tasklets,
         updates=updates,
-        forward_s=plan.forward_s if rows == plan.rows else 0.0,
-        loss_s=plan.loss_s if losses == plan.losses else 0.0,
-        backward_s=plan.backward_s if tasklets == plan.tasklets else 0.0,
-        update_s=plan.update_s if updates == plan.updates else 0.0,
+        partition=plan.partition if has_sides else None,
+        prediction=prediction,
     )
 
 
@@ -146,7 +152,7 @@ def build_batch(
             windows.append(WindowRows(rows.item, rows.rows))
         else:
             request = requests.running[rows.item]
-            by_version.setdefault(request.version_key, []).append(request.next_rows(rows.rows))
+            by_version.setdefault(request.info.version, []).append(request.next_rows(rows.rows))
     return StepBatch(
         step=step,
         commands=commands,
@@ -176,36 +182,38 @@ def observe(
     """
     joined: dict[tuple[str, int], int] = {}
     run = beside = 1.0
-    corrections = latency.corrections
+    planned, corrections = plan.prediction, latency.corrections
     if plan.tasklets:
         joined = {(section, size_class(num_rows)): num_rows for section, num_rows in _joined_rows(plan, models)}
         run, beside = _share_run(plan, result.num_tasklets), _share_run(plan, result.num_beside)
     if plan.partition is not None:
-        worth_s = plan.loss_s + plan.backward_s * beside
+        worth_s = planned.loss_s + planned.backward_s * beside
         _observe_sides(latency, plan.partition, plan, result, worth_s, joined.values())
     else:
         _observe_forward_and_loss(corrections, plan, result)
-    after_s = plan.backward_s * (run - beside)
+    after_s = planned.backward_s * (run - beside)
     for (section, _), num_rows in joined.items():
         # Waiting for weights is no work.
         seconds = result.backward_s - result.weights_wait_s
         corrections.observe(section, num_rows, False, predicted_s=after_s, measured_s=seconds)
     for number in {size_class(number): number for number in parameters}.values() if parameters else ():
-        corrections.observe("update", number, False, predicted_s=plan.update_s, measured_s=result.update_s)
+        corrections.observe("update", number, False, predicted_s=planned.update_s, measured_s=result.update_s)
     latency.overhead.observe(step_s - result.seconds, begins=bool(plan.begin))
     # No plan counts copies, and waiting for them: they teach nothing about what it does count.
     waited_s = result.copy_s + result.weights_wait_s
-    latency.observe_step(predicted_s=plan.seconds_with(plan.backward_s * run), measured_s=step_s - waited_s)
+    latency.observe_step(predicted_s=planned.seconds_with(planned.backward_s * run), measured_s=step_s - waited_s)
 
 
 def _observe_forward_and_loss(corrections: Corrections, plan: Plan, result: StepResult) -> None:
     if plan.rows:
         num_rows = sum([rows.rows for rows in plan.rows])
         windows = "window" in [rows.kind for rows in plan.rows]
-        corrections.observe("forward", num_rows, windows, predicted_s=plan.forward_s, measured_s=result.forward_s)
+        corrections.observe(
+            "forward", num_rows, windows, predicted_s=plan.prediction.forward_s, measured_s=result.forward_s
+        )
     if plan.losses:
         num_rows = sum([piece.rows for piece in plan.losses])
-        corrections.observe("loss", num_rows, False, predicted_s=plan.loss_s, measured_s=result.loss_s)
+        corrections.observe("loss", num_rows, False, predicted_s=plan.prediction.loss_s, measured_s=result.loss_s)
 
 
 def _observe_sides(
@@ -221,7 +229,7 @@ def _observe_sides(
     """
     num_rows = sum([rows.rows for rows in plan.rows])
     if result.forward_s > 0:
-        reached = plan.forward_s / result.forward_s
+        reached = plan.prediction.forward_s / result.forward_s
         latency.sharing.observe(partition, "forward", num_rows, measured=reached)
     # A tasklet that is under way when the forward pass ends ends on the whole device.
     whole_s = max(0.0, result.beside_s - result.forward_s) if result.num_beside else 0.0

@@ -28,7 +28,7 @@ from coserve.scheduling.attainment import taken_of
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.history import StepView
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import NeedView, Plan, RequestView, TenantView, View
+from coserve.scheduling.plan import NeedView, Plan, RequestProgress, TenantView, View
 from coserve.scheduling.policies import Policy
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import DefaultSlo
@@ -252,22 +252,22 @@ class StepLoop:
         return True
 
     def _view(self, now_s: float, *, without: frozenset[str]) -> View:
-        requests, waiting = self._requests.running_views(), self._requests.waiting_views()
-        batch: tuple[RequestView, ...] = ()
-        batch_waiting: tuple[RequestView, ...] = ()
+        requests, waiting = self._requests.running_progress(), self._requests.waiting_progress()
+        batch: tuple[RequestProgress, ...] = ()
+        batch_waiting: tuple[RequestProgress, ...] = ()
         if self._requests.has_batch:
-            batch = self._requests.running_views(is_batch=True)
-            batch_waiting = self._requests.waiting_views(is_batch=True)
+            batch = self._requests.running_progress(is_batch=True)
+            batch_waiting = self._requests.waiting_progress(is_batch=True)
         if not self._policy.serves_batch:
             requests, batch, waiting, batch_waiting = requests + batch, (), waiting + batch_waiting, ()
         self.last_need, slo = self._serving.need.view(now_s), self._default_slo.value
         return View(
-            now_s,
-            requests,
-            waiting,
-            batch,
-            batch_waiting,
-            self._jobs.views(now_s, without=without),
+            now_s=now_s,
+            requests=requests,
+            waiting=waiting,
+            batch=batch,
+            batch_waiting=batch_waiting,
+            jobs=self._jobs.progress(now_s, without=without),
             tenants=self._tenants(now_s) if self._policy.is_fair else (),
             num_free_pages=self._pages.num_available,
             num_pages=self._pages.pool.num_pages,

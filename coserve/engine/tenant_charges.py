@@ -38,7 +38,7 @@ class TenantCharges:
         """Charge each tenant for its share of a step that has just ended."""
         if not self._times.are_shared:
             return
-        tenants = {id: request.tenant for id, request in self._requests.running.items()}
+        tenants = {id: request.info.tenant for id, request in self._requests.running.items()}
         step_s = now_s - started_s
         self._times.charge(tenant_seconds(batch, result, tenants, self._jobs, step_s=step_s))
         self._host = _HostWork(now_s, step_s, host_shares(batch, tenants, self._jobs))

@@ -154,7 +154,7 @@ class DecodeEnd:
                     first_block=blocks.start,
                     ttft_s=limit_s,
                     adapter=adapter,
-                    tenant=request.tenant,
+                    tenant=request.info.tenant,
                     num_public_tokens=request.params.num_public_tokens,
                 )
             )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
-from coserve.scheduling.plan import JobView
+from coserve.scheduling.plan import whole_pack
 from coserve.scheduling.profile import Profile
 from coserve.tuning.order import PackMembers, TrainingOrder
 
@@ -44,10 +44,10 @@ def seconds_alone(order: TrainingOrder, profile: Profile) -> float:
     model, counts = LatencyModel(profile), profile.job
 
     def pack_s(pack: PackMembers) -> float:
-        view = JobView("", "pack", pack.num_rows, pack.num_rows, counts.num_parts, pack.mean_context_len, counts)
+        view = whole_pack(counts, pack.num_rows, pack.mean_context_len)
         forward_s = model.with_window(ForwardLoad(), view)(pack.num_rows)
         return forward_s if pack.is_reference else model.pack_s(view)
 
-    update_s = model.update_s(JobView("", "update", 0, 0, 0, 0.0, counts))
+    update_s = model.update_s(counts)
     epoch_s = sum(pack_s(pack) for step in range(order.steps_per_epoch) for pack in order.packs(step))
     return order.config.num_epochs * epoch_s + order.num_steps * update_s

@@ -2,19 +2,23 @@
 
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import (
-    JobView,
+    JobInfo,
+    JobProgress,
     Partition,
     Plan,
     PlannedLoss,
     PlannedRows,
     PlannedTasklets,
-    RequestView,
+    Prediction,
+    RequestInfo,
+    RequestProgress,
     View,
 )
 from coserve.scheduling.policies import Policy, make_policy, policy_names
 
 __all__ = [
-    "JobView",
+    "JobInfo",
+    "JobProgress",
     "LatencyModel",
     "Partition",
     "Plan",
@@ -22,7 +26,9 @@ __all__ = [
     "PlannedRows",
     "PlannedTasklets",
     "Policy",
-    "RequestView",
+    "Prediction",
+    "RequestInfo",
+    "RequestProgress",
     "View",
     "make_policy",
     "policy_names",

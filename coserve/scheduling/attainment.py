@@ -15,7 +15,7 @@ from collections import deque
 from math import exp
 from typing import NamedTuple
 
-from coserve.scheduling.plan import NeedView, Plan
+from coserve.scheduling.plan import NeedView, Plan, Prediction
 
 # Requests that are remembered, and for how long: yesterday's peak says nothing about tonight.
 _NUM_REQUESTS, _MEMORY_S = 512, 900.0
@@ -75,15 +75,16 @@ def taken_of(plan: Plan, *, step_s: float, forward_s: float) -> Taken:
     """What was taken of a step that took this long, and its forward pass: jobs and batch work took all but the rows of
     requests that somebody waits for, in seconds of the whole device.
     """
-    if not plan.forward_s:
+    planned = plan.prediction
+    if not planned.forward_s:
         return Taken(step_s - forward_s)
-    own_s = forward_s * plan.forward_speed * (1 - (plan.window_s + plan.batch_s) / plan.forward_s)
-    return Taken(step_s - own_s, own_s - _profiled_s(plan))
+    own_s = forward_s * planned.forward_speed * (1 - (planned.window_s + planned.batch_s) / planned.forward_s)
+    return Taken(step_s - own_s, own_s - _profiled_s(planned))
 
 
-def _profiled_s(plan: Plan) -> float:
+def _profiled_s(planned: Prediction) -> float:
     """What the requests' rows take by the profile."""
-    return (plan.forward_s - plan.window_s - plan.batch_s) / plan.forward_correction
+    return (planned.forward_s - planned.window_s - planned.batch_s) / planned.forward_correction
 
 
 class RecentNeed:
@@ -102,11 +103,12 @@ class RecentNeed:
 
     def add_step(self, plan: Plan, taken: Taken, *, started_s: float, ended_s: float) -> None:
         """A step was run of which this was taken."""
-        if not plan.forward_s:
+        planned = plan.prediction
+        if not planned.forward_s:
             return
-        profiled_s, seconds = _profiled_s(plan), ended_s - started_s
+        profiled_s, seconds = _profiled_s(planned), ended_s - started_s
         self._speed.add(profiled_s, profiled_s + taken.machine_s, seconds)
-        needed_s = (plan.decode_share * seconds + plan.prefill_s) / plan.forward_correction
+        needed_s = (planned.decode_share * seconds + planned.prefill_s) / planned.forward_correction
         self._time.add(started_s, ended_s, needed_s)
 
     def view(self, now_s: float) -> NeedView:

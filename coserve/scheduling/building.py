@@ -13,7 +13,7 @@ from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.memory import MemoryPlan
 from coserve.scheduling.order import by_due
 from coserve.scheduling.pieces import CLEARLY, MOST_ROW_COST, largest_that_fits, least_urgent, rows_of_tile
-from coserve.scheduling.plan import JobView, Plan, PlannedLoss, PlannedRows, PlannedTasklets, RequestView, View
+from coserve.scheduling.plan import JobProgress, Plan, PlannedLoss, PlannedRows, PlannedTasklets, RequestProgress, View
 from coserve.scheduling.step_time import StepTime
 
 # The smallest window of a job, or piece of its loss, unless it is all that is left, or a forward pass may not have as
@@ -77,28 +77,19 @@ class PlanBuilder:
         self._count_overhead()
         time, memory = self._time, self._memory
         return Plan(
-            tuple(memory.preempt) if memory else (),
-            tuple(memory.drop) if memory else (),
-            tuple(memory.admit) if memory else (),
-            tuple(memory.begin) if memory else (),
-            tuple(self._rows),
-            tuple(self._losses),
-            tuple(self._tasklets),
-            tuple(self._updates),
-            time.backward_limit_s() if self._tasklets else None,
-            time.partition,
-            time.forward_s,
-            time.prefill_s,
-            time.batch_s,
-            time.window_s,
-            loss_s=time.loss_s,
-            backward_s=time.backward_s,
-            update_s=time.update_s,
-            overhead_s=time.overhead_s,
-            forward_correction=self._latency.forward_correction(self._load),
-            forward_speed=time.forward_speed,
-            backward_speed=time.backward_speed,
-            decode_share=self._decode_share,
+            preempt=tuple(memory.preempt) if memory else (),
+            drop=tuple(memory.drop) if memory else (),
+            admit=tuple(memory.admit) if memory else (),
+            begin=tuple(memory.begin) if memory else (),
+            rows=tuple(self._rows),
+            losses=tuple(self._losses),
+            tasklets=tuple(self._tasklets),
+            updates=tuple(self._updates),
+            backward_limit_s=time.backward_limit_s() if self._tasklets else None,
+            partition=time.partition,
+            prediction=time.prediction(
+                forward_correction=self._latency.forward_correction(self._load), decode_share=self._decode_share
+            ),
         )
 
     def _count_overhead(self) -> None:
@@ -107,7 +98,7 @@ class PlanBuilder:
             self._begins = True
             self._time.overhead_s = self._latency.overhead.seconds(begins=True)
 
-    def decode(self, requests: Sequence[RequestView]) -> None:
+    def decode(self, requests: Sequence[RequestProgress]) -> None:
         """Add one row for each of them; if that is too many, for those that wait longest."""
         if not requests:
             return
@@ -117,15 +108,15 @@ class PlanBuilder:
         self._rows += [PlannedRows(request.id, "decode", request.num_past, 1) for request in requests]
         self._time.forward_s = self._latency.forward_s(self._load)
         self._num_decoding += len(requests)
-        self._paces += sum([1 / request.tpot_s for request in requests])
+        self._paces += sum([1 / request.info.tpot_s for request in requests])
         self._decode_share = (self._time.overhead_s + self._time.forward_s) * self._paces / self._num_decoding
 
-    def decode_seconds(self, requests: Sequence[RequestView]) -> Callable[[int], float]:
+    def decode_seconds(self, requests: Sequence[RequestProgress]) -> Callable[[int], float]:
         """Return what the forward pass would take with one row of the first of these requests, by their number."""
         return self._latency.with_decodes(self._load, requests)
 
     def prefill(
-        self, requests: Sequence[RequestView], budget_s: float, *, urgent: bool = True, stretch: float = 1.0
+        self, requests: Sequence[RequestProgress], budget_s: float, *, urgent: bool = True, stretch: float = 1.0
     ) -> bool:
         """Their tokens, in this order, as far as the time goes. Returns whether all of them are in.
 
@@ -154,7 +145,7 @@ class PlanBuilder:
                 return False
         return True
 
-    def batch(self, requests: Sequence[RequestView], until_s: float, *, must: bool) -> None:
+    def batch(self, requests: Sequence[RequestProgress], until_s: float, *, must: bool) -> None:
         """Rows of batch work, as far as they are done by then: tokens of those that decode, the ones that wait longest
         first; then prompts, those first that are due first. To be asked once all other requests have their rows.
 
@@ -178,7 +169,7 @@ class PlanBuilder:
         self._time.batch_s += self._time.forward_s - before_s
         self._time.prefill_s = prefill_s
 
-    def divide(self, jobs: Sequence[JobView], until_s: float) -> None:
+    def divide(self, jobs: Sequence[JobProgress], until_s: float) -> None:
         """Have the tasklets of the plan run beside its forward pass where that is predicted to get more done by then;
         to be asked once all requests have their rows, with the jobs that are to be served.
 
@@ -204,7 +195,7 @@ class PlanBuilder:
             self._time.divide(*found)
 
     def tune(
-        self, jobs: Sequence[JobView], until_s: float, *, max_defer_s: float = 0.0, least_share: float = 0.0
+        self, jobs: Sequence[JobProgress], until_s: float, *, max_defer_s: float = 0.0, least_share: float = 0.0
     ) -> None:
         """Of each job in turn, the largest piece of its current phase that fits into what is left of the time; losses
         and tasklets with all others of its hybrid task (`scheduling.fusion`).
@@ -223,7 +214,7 @@ class PlanBuilder:
         tasks = {job.id: 0 for job in jobs}
         if len(jobs) > 1 and any(job.phase in ("loss", "backward") for job in jobs):
             tasks |= hybrid_tasks(jobs, self._latency, max_rows=self._max_rows)
-        members: dict[int, list[JobView]] = {}  # of hybrid tasks that have not been served
+        members: dict[int, list[JobProgress]] = {}  # of hybrid tasks that have not been served
         for job in jobs:
             if job.phase == "backward" or (job.phase == "loss" and self._time.partition is None):
                 members.setdefault(tasks[job.id], []).append(job)
@@ -248,7 +239,7 @@ class PlanBuilder:
         if jobs and self.runs_nothing:
             self._least(jobs[0])
 
-    def take(self, job: JobView, rows: int, num_tasklets: int = 1) -> None:
+    def take(self, job: JobProgress, rows: int, num_tasklets: int = 1) -> None:
         """A piece of the job's current phase, whatever it takes: at most as many rows, and as many tasklets of them.
 
         No smaller than the smallest piece; nothing if the forward pass has no room for that.
@@ -270,7 +261,7 @@ class PlanBuilder:
             self._time.backward_s += sum([seconds[size] for size in windows])
             self._time.longest_tasklet_s = max(self._time.longest_tasklet_s, *seconds.values())
 
-    def _age(self, jobs: Sequence[JobView], least_share: float) -> None:
+    def _age(self, jobs: Sequence[JobProgress], least_share: float) -> None:
         """The smallest piece of the job that has waited longest, if that is long enough."""
         oldest = max(jobs, key=lambda job: job.waited_s, default=None)
         if oldest is None or not oldest.waited_s or oldest.id in self.served_jobs:
@@ -278,11 +269,11 @@ class PlanBuilder:
         if self.piece_s(oldest, LEAST_WINDOW_ROWS) * len(jobs) <= least_share * oldest.waited_s:
             self._least(oldest)
 
-    def piece_s(self, job: JobView, rows: int) -> float:
+    def piece_s(self, job: JobProgress, rows: int) -> float:
         """Return what a piece of at most as many rows would add to the step, in seconds; inf without room for it."""
         rows = min(job.num_rows_left, rows)
         if job.phase == "update":
-            return self._latency.update_s(job)
+            return self._latency.update_s(job.info.counts)
         if job.phase == "backward":
             return self._latency.tasklet_s(job, rows)
         if job.phase == "loss":
@@ -298,7 +289,7 @@ class PlanBuilder:
         losses, tasklets = [piece.job for piece in self._losses], [part.job for part in self._tasklets]
         return {*windows, *losses, *tasklets, *self._updates}
 
-    def _least(self, job: JobView) -> None:
+    def _least(self, job: JobProgress) -> None:
         """The smallest piece of a job."""
         rows = min(job.num_rows_left, LEAST_WINDOW_ROWS)
         if job.phase == "update":
@@ -313,13 +304,13 @@ class PlanBuilder:
         else:
             self._add_window(job, min(rows, self._max_rows))
 
-    def _update(self, job: JobView, left_s: float) -> None:
-        seconds = self._latency.update_s(job)
+    def _update(self, job: JobProgress, left_s: float) -> None:
+        seconds = self._latency.update_s(job.info.counts)
         if seconds <= left_s:
             self._updates.append(job.id)
             self._time.update_s += seconds
 
-    def _together(self, jobs: Sequence[JobView], until_s: float, *, max_defer_s: float) -> None:
+    def _together(self, jobs: Sequence[JobProgress], until_s: float, *, max_defer_s: float) -> None:
         """Jobs of a hybrid task: what is left of their losses as far as it fits, then tasklets of all who can join."""
         going = []
         for job in jobs:
@@ -332,19 +323,19 @@ class PlanBuilder:
             going = [job for job in going if job not in joined]
             self._backward(joined, self._time.left_s(until_s))
 
-    def _backward(self, jobs: Sequence[JobView], left_s: float) -> None:
+    def _backward(self, jobs: Sequence[JobProgress], left_s: float) -> None:
         if left_s <= 0:
             return
         found = joined_tasklets(jobs, left_s, self._latency, group=len(self._tasklets))
         if found is None and len(jobs) > 1:  # one alone may fit: the one that is least advanced
-            alone = max(jobs, key=lambda job: (job.num_parts_left - job.counts.num_parts, job.num_rows_left))
+            alone = max(jobs, key=lambda job: (job.num_parts_left - job.info.counts.num_parts, job.num_rows_left))
             found = joined_tasklets([alone], left_s, self._latency, group=0)
         if found is not None:
             self._tasklets += found.tasklets
             self._time.backward_s += found.seconds
             self._time.longest_tasklet_s = max(self._time.longest_tasklet_s, found.longest_s)
 
-    def _loss(self, job: JobView, left_s: float, *, may_wait: bool) -> bool:
+    def _loss(self, job: JobProgress, left_s: float, *, may_wait: bool) -> bool:
         """As many rows as possible; whether tasklets can follow."""
         longest = job.num_rows_left
         least = min(longest, LEAST_WINDOW_ROWS)
@@ -363,12 +354,12 @@ class PlanBuilder:
         """What rows add to the losses, which are one batch."""
         return self._latency.loss_s(self._loss_rows + rows) - self._time.loss_s
 
-    def _add_loss(self, job: JobView, rows: int) -> None:
+    def _add_loss(self, job: JobProgress, rows: int) -> None:
         self._losses.append(PlannedLoss(job.id, rows))
         self._loss_rows += rows
         self._time.loss_s = self._latency.loss_s(self._loss_rows)
 
-    def _window(self, job: JobView, left_s: float, *, may_wait: bool) -> bool:
+    def _window(self, job: JobProgress, left_s: float, *, may_wait: bool) -> bool:
         """As many rows as fit, or fewer if they cost less each; whether there are any."""
         longest = min(job.num_rows_left, self._max_rows - self._load.rows)
         least = min(job.num_rows_left, LEAST_WINDOW_ROWS, self._max_rows)
@@ -391,7 +382,7 @@ class PlanBuilder:
         self._add_window(job, rows)
         return True
 
-    def _add_window(self, job: JobView, rows: int) -> None:
+    def _add_window(self, job: JobProgress, rows: int) -> None:
         self._latency.add_window(self._load, job, rows)
         self._rows.append(PlannedRows(job.id, "window", job.num_rows - job.num_rows_left, rows))
         before_s, self._time.forward_s = self._time.forward_s, self._latency.forward_s(self._load)

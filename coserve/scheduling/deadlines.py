@@ -14,7 +14,7 @@ from math import inf
 
 import msgspec
 
-from coserve.scheduling.plan import RequestView
+from coserve.scheduling.plan import RequestProgress
 
 # The reserve is saved up over the first tokens of a request, as many as these.
 RESERVE_TOKENS = 8
@@ -53,13 +53,13 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, jobs_s=min(self.jobs_s, seconds))
 
 
-def due_at_s(request: RequestView, *, max_gap_tpots: float, reserve_tpots: float = 0.0) -> float:
+def due_at_s(request: RequestProgress, *, max_gap_tpots: float, reserve_tpots: float = 0.0) -> float:
     """When a request's next token is due, with this much of the bank kept once the request is under way."""
     if request.first_token_s is None:
-        return request.arrival_s + request.ttft_s
+        return request.info.arrival_s + request.info.ttft_s
     reserve = reserve_tpots * min(1.0, request.num_output / RESERVE_TOKENS)
-    banked_s = request.first_token_s + (request.num_output - reserve) * AIMED * request.tpot_s
-    return min(banked_s, request.last_token_s + max_gap_tpots * request.tpot_s)
+    banked_s = request.first_token_s + (request.num_output - reserve) * AIMED * request.info.tpot_s
+    return min(banked_s, request.last_token_s + max_gap_tpots * request.info.tpot_s)
 
 
 def sure_by_s(due_s: float, now_s: float, margin: float) -> float:
@@ -68,7 +68,7 @@ def sure_by_s(due_s: float, now_s: float, margin: float) -> float:
 
 
 def decode_deadlines(
-    requests: Sequence[RequestView],
+    requests: Sequence[RequestProgress],
     *,
     now_s: float,
     decode_s: float,
@@ -100,11 +100,12 @@ def decode_deadlines(
     most_kept_tpots = max(prompt_reserve_tpots, reserve_tpots)
     # Run for each of some hundred requests, so without calls.
     for request in requests:
-        num_output, asked_s = request.num_output, request.tpot_s
+        info, num_output = request.info, request.num_output
+        asked_s = info.tpot_s
         first_s, last_s = request.first_token_s, request.last_token_s
         tpot_s = AIMED * asked_s
         if first_s is None:  # preempted, or of a prompt of one token: due like any first token
-            due_s = request.arrival_s + request.ttft_s
+            due_s = info.arrival_s + info.ttft_s
             if end_s > due_s:
                 due_s = last_s + lost_pace_s
             else:

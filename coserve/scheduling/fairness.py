@@ -71,4 +71,4 @@ class TokenCounters:
 
     def views(self) -> tuple[TenantView, ...]:
         """The counters of the tenants that queue, for a policy."""
-        return tuple([TenantView(tenant, self._served[tenant]) for tenant in self._queued])
+        return tuple([TenantView(name=tenant, served=self._served[tenant]) for tenant in self._queued])

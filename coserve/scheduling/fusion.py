@@ -20,13 +20,13 @@ from math import inf
 from typing import NamedTuple
 
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import JobView, PlannedTasklets
+from coserve.scheduling.plan import JobProgress, PlannedTasklets
 
 # The smallest backward window of a job, unless it is all that is left.
 LEAST_ROWS = 16
 
 
-def hybrid_tasks(jobs: Sequence[JobView], latency: LatencyModel, *, max_rows: int) -> dict[str, int]:
+def hybrid_tasks(jobs: Sequence[JobProgress], latency: LatencyModel, *, max_rows: int) -> dict[str, int]:
     """The hybrid task of each job that has a pack in memory, by number; a job on another model has one of its own.
 
     Args:
@@ -35,7 +35,7 @@ def hybrid_tasks(jobs: Sequence[JobView], latency: LatencyModel, *, max_rows: in
     packs = [job for job in jobs if job.phase in ("forward", "loss", "backward")]
     if len(packs) < 2:
         return {job.id: 0 for job in packs}
-    alone = {job.id: -1 - number for number, job in enumerate(packs) if job.counts.model}
+    alone = {job.id: -1 - number for number, job in enumerate(packs) if job.info.counts.model}
     packs = sorted([job for job in packs if job.id not in alone], key=_num_rows)
     if len(packs) < 2:
         return {**alone, **{job.id: 0 for job in packs}}
@@ -82,7 +82,7 @@ class JoinedTasklets(NamedTuple):
 
 
 def joined_tasklets(
-    jobs: Sequence[JobView], left_s: float, latency: LatencyModel, *, group: int
+    jobs: Sequence[JobProgress], left_s: float, latency: LatencyModel, *, group: int
 ) -> JoinedTasklets | None:
     """Tasklets of jobs that go backward, with as many rows as possible: first what is left of the least advanced part,
     then whole parts. None if not the smallest of all of them fits into the time.
@@ -106,7 +106,7 @@ def joined_tasklets(
     return _whole_parts(jobs, fewest, left_s, latency, group)
 
 
-def _tasklets_alone(job: JobView, left_s: float, latency: LatencyModel) -> JoinedTasklets | None:
+def _tasklets_alone(job: JobProgress, left_s: float, latency: LatencyModel) -> JoinedTasklets | None:
     """The same of one job, as most are."""
     rows = job.num_rows_left
     first_s = latency.tasklet_s(job, rows)
@@ -127,7 +127,7 @@ def _tasklets_alone(job: JobView, left_s: float, latency: LatencyModel) -> Joine
 
 
 def _whole_parts(
-    jobs: Sequence[JobView], fewest: int, left_s: float, latency: LatencyModel, group: int
+    jobs: Sequence[JobProgress], fewest: int, left_s: float, latency: LatencyModel, group: int
 ) -> JoinedTasklets:
     """Turns of whole parts; a job takes part from where the others have caught up with it until it is done."""
     first = {job.id: _parts_done(job) - fewest for job in jobs}
@@ -159,7 +159,7 @@ def times(seconds: float, within_s: float, most: int) -> int:
     return most if most * seconds <= within_s else max(0, int(within_s / seconds))
 
 
-def tasklet_rows(job: JobView, rows: int, num_tasklets: int) -> list[int]:
+def tasklet_rows(job: JobProgress, rows: int, num_tasklets: int) -> list[int]:
     """Rows of each of a job's next tasklets, at most this many, if it goes backward in windows of as many rows."""
     sizes: list[int] = []
     left = job.num_rows_left
@@ -171,20 +171,20 @@ def tasklet_rows(job: JobView, rows: int, num_tasklets: int) -> list[int]:
     return sizes[:num_tasklets]
 
 
-def least_advanced(jobs: Sequence[JobView]) -> list[JobView]:
+def least_advanced(jobs: Sequence[JobProgress]) -> list[JobProgress]:
     """Of jobs that go backward, those that have done the fewest parts, or one more: these wait for one part at most."""
     fewest = min([_parts_done(job) for job in jobs])
     return [job for job in jobs if _parts_done(job) <= fewest + 1]
 
 
-def is_before_backward(job: JobView) -> bool:
+def is_before_backward(job: JobProgress) -> bool:
     """Whether no tasklet of its pack has run."""
     return job.phase == "loss" or (_parts_done(job) == 0 and job.num_rows_left == job.num_rows)
 
 
-def _parts_done(job: JobView) -> int:
-    return job.counts.num_parts - job.num_parts_left
+def _parts_done(job: JobProgress) -> int:
+    return job.info.counts.num_parts - job.num_parts_left
 
 
-def _num_rows(job: JobView) -> int:
+def _num_rows(job: JobProgress) -> int:
     return job.num_rows

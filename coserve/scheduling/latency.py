@@ -15,7 +15,7 @@ from msgspec import structs
 
 from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.counts import JobCounts
-from coserve.scheduling.plan import JobView, RequestView
+from coserve.scheduling.plan import JobProgress, RequestInfo, RequestProgress
 from coserve.scheduling.profile import Profile, seconds_at
 from coserve.scheduling.sharing import SharingModel
 from coserve.scheduling.step_overhead import StepOverhead
@@ -50,17 +50,18 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
     windows_apart: int = 0
     versions: set[str] = msgspec.field(default_factory=set)
 
-    def add_decodes(self, requests: Sequence[RequestView]) -> None:
+    def add_decodes(self, requests: Sequence[RequestProgress]) -> None:
         """One row of each of many requests whose next token can be chosen after it, quickly."""
         num_requests, num_past, drawn, masked = len(requests), 0, 0, 0
         for request in requests:  # of some hundred
             num_past += request.num_past
-            if request.draws:
+            info = request.info
+            if info.draws:
                 drawn += 1
-            if request.is_masked:
+            if info.is_masked:
                 masked += 1
-            if request.version not in self.versions and request.version:
-                self._add_version(request.version, request.num_bypasses)
+            if info.version not in self.versions and info.version:
+                self._add_version(info)
         self.rows += num_requests
         self.spans += num_requests
         self.sampled += num_requests
@@ -68,7 +69,7 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
         self.masked += masked
         self.keys += num_requests + num_past
 
-    def add_request(self, request: RequestView, rows: int) -> None:
+    def add_request(self, request: RequestProgress, rows: int) -> None:
         """The next rows of a request."""
         self.rows += rows
         self.spans += 1
@@ -77,15 +78,15 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
             self.pairs += rows * (request.num_past + rows / 2)
         if rows == request.num_rows:
             self.sampled += 1
-            self.drawn += request.draws
-            self.masked += request.is_masked
+            self.drawn += request.info.draws
+            self.masked += request.info.is_masked
         self.scored += min(rows, request.num_scored)
-        self._add_version(request.version, request.num_bypasses)
+        self._add_version(request.info)
 
-    def _add_version(self, version: str, num_bypasses: int) -> None:
-        if version and version not in self.versions:
-            self.versions.add(version)
-            self.bypasses += num_bypasses
+    def _add_version(self, info: RequestInfo) -> None:
+        if info.version and info.version not in self.versions:
+            self.versions.add(info.version)
+            self.bypasses += info.num_bypasses
 
 
 def tasklet_section(model: str) -> str:
@@ -142,7 +143,7 @@ class LatencyModel:
             ForwardLoad(rows=rows, sampled=1, spans=1, pairs=rows * (num_past + rows / 2), keys=num_past + rows)
         )
 
-    def with_decodes(self, load: ForwardLoad, requests: Sequence[RequestView]) -> Callable[[int], float]:
+    def with_decodes(self, load: ForwardLoad, requests: Sequence[RequestProgress]) -> Callable[[int], float]:
         """The seconds of a load with the next token of the first of these requests added to it, by their number."""
 
         def seconds(number: int) -> float:
@@ -152,24 +153,24 @@ class LatencyModel:
 
         return seconds
 
-    def with_request(self, load: ForwardLoad, request: RequestView) -> Callable[[int], float]:
+    def with_request(self, load: ForwardLoad, request: RequestProgress) -> Callable[[int], float]:
         """The seconds of a load with some rows of a request's prompt added to it, by their number.
 
         To be asked before the load changes; a search asks for many numbers.
         """
-        p, num_past = self.profile, request.num_past
+        p, info, num_past = self.profile, request.info, request.num_past
         others, has_windows = load.rows, load.windows > 0
         one_call_s = self._one_call_saved_s(load.windows, load.window_rows, load.window_bypasses)
         others_pairs, most_rows = load.pairs - load.window_pairs, 0 if load.windows_apart else p.one_call.rows
         raw_s = self._sum_s(load) - seconds_at(self._forward, others)
         whole_s = seconds_at(self._head, load.sampled + 1) - seconds_at(self._head, load.sampled)
-        if request.draws:
+        if info.draws:
             whole_s += seconds_at(self._sample, load.drawn + 1) - seconds_at(self._sample, load.drawn)
-        if request.is_masked:
+        if info.is_masked:
             whole_s += seconds_at(self._mask, load.masked + 1) - seconds_at(self._mask, load.masked)
         scored_s = seconds_at(self._score, load.scored)
-        is_new = bool(request.version) and request.version not in load.versions
-        bypass_s = request.num_bypasses * p.s_per_bypass if is_new else 0.0
+        is_new = bool(info.version) and info.version not in load.versions
+        bypass_s = info.num_bypasses * p.s_per_bypass if is_new else 0.0
 
         def seconds(rows: int) -> float:
             raw = raw_s + seconds_at(self._forward, others + rows) + (num_past + rows) * p.s_per_key + p.s_per_span
@@ -185,13 +186,13 @@ class LatencyModel:
 
         return seconds
 
-    def with_window(self, load: ForwardLoad, job: JobView) -> Callable[[int], float]:
+    def with_window(self, load: ForwardLoad, job: JobProgress) -> Callable[[int], float]:
         """The same for a window of a job."""
         p, others = self.profile, load.rows
-        weight = self._weigh(job.counts)[0]
-        most_rows = self._most_rows_at_once(load) if job.counts.runs_at_once else 0
+        weight = self._weigh(job.info.counts)[0]
+        most_rows = self._most_rows_at_once(load) if job.info.counts.runs_at_once else 0
         row_s = job.mean_context_len * p.s_per_pair + weight * p.s_per_window_row
-        num_bypasses, saved_s_per_row = job.counts.num_bypasses, weight * p.one_call.saved_s_per_window_row
+        num_bypasses, saved_s_per_row = job.info.counts.num_bypasses, weight * p.one_call.saved_s_per_window_row
         saved_s = self._one_call_saved_s(1, load.window_rows, load.window_bypasses + num_bypasses) if most_rows else 0.0
         raw_s = self._sum_s(load) - seconds_at(self._forward, others) if others else 0.0
         raw_s += p.s_per_span + num_bypasses * (p.s_per_bypass + p.s_per_window_bypass)
@@ -204,29 +205,29 @@ class LatencyModel:
 
         return seconds
 
-    def add_window(self, load: ForwardLoad, job: JobView, rows: int) -> None:
+    def add_window(self, load: ForwardLoad, job: JobProgress, rows: int) -> None:
         """Add a window to a load."""
         load.rows += rows
         load.spans += 1
         load.pairs += rows * job.mean_context_len
         load.window_pairs += rows * job.mean_context_len
-        load.bypasses += job.counts.num_bypasses
-        load.window_bypasses += job.counts.num_bypasses
+        load.bypasses += job.info.counts.num_bypasses
+        load.window_bypasses += job.info.counts.num_bypasses
         load.windows += 1
-        load.windows_apart += not job.counts.runs_at_once
-        load.window_rows += rows * self._weigh(job.counts)[0]
+        load.windows_apart += not job.info.counts.runs_at_once
+        load.window_rows += rows * self._weigh(job.info.counts)[0]
 
     def loss_s(self, rows: int) -> float:
         """Seconds of some trained rows' way through the loss."""
         return seconds_at(self._loss, rows) * self.corrections.of("loss", rows, False)
 
-    def tasklet_s(self, job: JobView, rows: int) -> float:
+    def tasklet_s(self, job: JobProgress, rows: int) -> float:
         """Seconds of one tasklet: `tasklets_s` of one job, which plans ask for most often."""
-        _, by_row, pair_s = self._weigh(job.counts)
+        _, by_row, pair_s = self._weigh(job.info.counts)
         raw = seconds_at(self._backward, rows) * (rows * by_row) / rows + rows * job.mean_context_len * pair_s
-        return raw * self.corrections.of(tasklet_section(job.counts.model), rows, False)
+        return raw * self.corrections.of(tasklet_section(job.info.counts.model), rows, False)
 
-    def tasklets_s(self, windows: Sequence[tuple[JobView, int]]) -> float:
+    def tasklets_s(self, windows: Sequence[tuple[JobProgress, int]]) -> float:
         """Seconds of one tasklet of each job, with its rows, all at the same part of the model, as one batch.
 
         As in MuxTune's model of a stage (section 3.3), the backbone's share follows from the sum of the rows, and
@@ -234,16 +235,16 @@ class LatencyModel:
         """
         num_rows, weighed, pairs_s = 0, 0.0, 0.0
         for job, rows in windows:
-            _, by_row, pair_s = self._weigh(job.counts)
+            _, by_row, pair_s = self._weigh(job.info.counts)
             num_rows += rows
             weighed += rows * by_row
             pairs_s += rows * job.mean_context_len * pair_s
         raw = seconds_at(self._backward, num_rows) * weighed / num_rows + pairs_s
-        return raw * self.corrections.of(tasklet_section(windows[0][0].counts.model), num_rows, False)
+        return raw * self.corrections.of(tasklet_section(windows[0][0].info.counts.model), num_rows, False)
 
-    def backward_weight(self, job: JobView) -> float:
+    def backward_weight(self, job: JobProgress) -> float:
         """What a row of a job's tasklet costs beside the reference job's."""
-        return self._weigh(job.counts)[1]
+        return self._weigh(job.info.counts)[1]
 
     def batch_s(self, num_rows: int, weighed: float) -> float:
         """Seconds of a tasklet without attention, as profiled: corrections of single sizes would upset a comparison of
@@ -251,10 +252,10 @@ class LatencyModel:
         """
         return seconds_at(self._backward, num_rows) * weighed / num_rows
 
-    def pack_s(self, job: JobView) -> float:
+    def pack_s(self, job: JobProgress) -> float:
         """Seconds of a whole pack alone, forward and backward in one piece."""
         rows = job.num_rows
-        if job.counts.model:
+        if job.info.counts.model:
             return job.num_parts_left * self.tasklet_s(job, rows)
         forward_s = self.with_window(ForwardLoad(), job)(rows)
         return forward_s + self.loss_s(rows) + job.num_parts_left * self.tasklet_s(job, rows)
@@ -268,10 +269,10 @@ class LatencyModel:
             found = self._remembered[key] = work_out()
         return found
 
-    def update_s(self, job: JobView) -> float:
+    def update_s(self, counts: JobCounts) -> float:
         """Seconds of an optimizer step."""
-        raw = self.profile.update_s + job.counts.num_parameters * self.profile.s_per_parameter
-        return raw * self.corrections.of("update", job.counts.num_parameters, False)
+        raw = self.profile.update_s + counts.num_parameters * self.profile.s_per_parameter
+        return raw * self.corrections.of("update", counts.num_parameters, False)
 
     def rerun_s(self, num_tokens: int) -> float:
         """By how many seconds a request's next row takes longer if the tokens before it must be run again.

@@ -13,7 +13,7 @@ from math import inf
 from msgspec import structs
 
 from coserve.scheduling.order import by_due, by_priority
-from coserve.scheduling.plan import JobView, RequestView, View
+from coserve.scheduling.plan import JobProgress, RequestProgress, View
 
 # A pack waits until there are this many pages per running request beside it: it would be dropped at once otherwise.
 SPARE_PAGES = 4
@@ -27,7 +27,7 @@ MOST_PACK_WAITS = 30.0
 ENOUGH_PACK_ROWS = 512
 
 # Whether a request keeps its SLO if it waits until a pack is done.
-CanWait = Callable[[RequestView, JobView], bool]
+CanWait = Callable[[RequestProgress, JobProgress], bool]
 
 
 class MemoryPlan:
@@ -36,9 +36,9 @@ class MemoryPlan:
     def __init__(self, view: View) -> None:
         self._view = view
         self.free = view.num_free_pages
-        self.requests: list[RequestView] = list(view.requests)
-        self.batch: list[RequestView] = list(view.batch)
-        self.jobs: list[JobView] = [job for job in view.jobs if job.phase != "pack"]
+        self.requests: list[RequestProgress] = list(view.requests)
+        self.batch: list[RequestProgress] = list(view.batch)
+        self.jobs: list[JobProgress] = [job for job in view.jobs if job.phase != "pack"]
         self.preempt: list[str] = []
         self.drop: list[str] = []
         self.admit: list[str] = []
@@ -57,7 +57,7 @@ class MemoryPlan:
             return
         self._preempt_batch(needed)
         for request in list(self.requests):
-            self.claimant = request.tenant
+            self.claimant = request.info.tenant
             while request.id not in self.preempt and request.num_pages > self.free:
                 youngest = self._youngest()
                 spares = can_wait is not None and self._spares(youngest, youngest.num_past, can_wait)
@@ -67,7 +67,7 @@ class MemoryPlan:
                 self.free -= request.num_pages
                 self._grown[request.id] = request.num_pages
 
-    def admit_waiting(self, waiting: Iterable[RequestView] | None = None, can_wait: CanWait | None = None) -> None:
+    def admit_waiting(self, waiting: Iterable[RequestProgress] | None = None, can_wait: CanWait | None = None) -> None:
         """Give waiting requests their pages, in this order (default: as they came), as long as whole prompts fit."""
         if self._is_short:
             return
@@ -90,7 +90,7 @@ class MemoryPlan:
             self.requests.append(request)
             self.admit.append(request.id)
 
-    def serve_batch(self, max_pages: float, waiting: Iterable[RequestView] | None = None) -> None:
+    def serve_batch(self, max_pages: float, waiting: Iterable[RequestProgress] | None = None) -> None:
         """Pages for the next rows of batch work, and for more of it, in this order (default: those first that are due
         first); as long as no request waits, and a few pages are left for those that run.
 
@@ -106,7 +106,7 @@ class MemoryPlan:
                 self._grown[request.id] = request.num_pages
         self._admit_batch(by_due(self._view.batch_waiting) if waiting is None else waiting)
 
-    def _admit_batch(self, waiting: Iterable[RequestView]) -> None:
+    def _admit_batch(self, waiting: Iterable[RequestProgress]) -> None:
         """Give waiting batch work its pages and slots, as far as requests leave them."""
         if self.preempt or self._not_admitted():
             return
@@ -119,7 +119,7 @@ class MemoryPlan:
             self._add_batch(request)
             num_held += request.num_pages
 
-    def _fits_batch(self, request: RequestView, *, num_held: int, num_free: int, num_batch: int) -> bool:
+    def _fits_batch(self, request: RequestProgress, *, num_held: int, num_free: int, num_batch: int) -> bool:
         """Return whether there is a slot for batch work, and pages within its share, beside the requests that run.
 
         Args:
@@ -137,7 +137,7 @@ class MemoryPlan:
         """Return the pages that batch work has, with those of its next rows."""
         return sum([each.num_held + each.num_pages for each in self.batch])
 
-    def _add_batch(self, request: RequestView) -> None:
+    def _add_batch(self, request: RequestProgress) -> None:
         """Admit one request of batch work."""
         self.free -= request.num_pages
         self.batch.append(request)
@@ -145,8 +145,8 @@ class MemoryPlan:
 
     def begin_packs(
         self,
-        jobs: Sequence[JobView] | None = None,
-        pack_s: Callable[[JobView], float] | None = None,
+        jobs: Sequence[JobProgress] | None = None,
+        pack_s: Callable[[JobProgress], float] | None = None,
         *,
         requests_first: bool = True,
     ) -> None:
@@ -160,7 +160,7 @@ class MemoryPlan:
             return
         rows, full = self._rows_in_memory(), set[str]()
         for job in jobs:
-            self.claimant, group = job.tenant, self._group_of(job)
+            self.claimant, group = job.info.tenant, self._group_of(job)
             if group in full or (requests_first and self._keeps_others_waiting(job)):
                 continue
             if job.phase == "update" and job.waited_s <= self._view.tpot_s:
@@ -190,16 +190,16 @@ class MemoryPlan:
         """Return whether no pack may begin, since a request waits for pages."""
         return bool(self._view.waiting) and len(self.requests) < self._view.max_requests and bool(self._not_admitted())
 
-    def _keeps_others_waiting(self, job: JobView) -> bool:
+    def _keeps_others_waiting(self, job: JobProgress) -> bool:
         """Return whether this job may not begin a pack, though others may."""
         return False
 
-    def _not_admitted(self) -> list[RequestView]:
+    def _not_admitted(self) -> list[RequestProgress]:
         """Return the requests that could start and still wait."""
         admitted = set(self.admit)
         return [each for each in self._view.waiting if each.may_start and each.id not in admitted]
 
-    def _group_of(self, job: JobView) -> str:
+    def _group_of(self, job: JobProgress) -> str:
         """Return the group of jobs in which one job's pack waits for another's: here all are one."""
         return ""
 
@@ -212,7 +212,7 @@ class MemoryPlan:
                 found[group] = found.get(group, 0) + job.num_rows
         return found
 
-    def take_turns(self, jobs: Sequence[JobView]) -> None:
+    def take_turns(self, jobs: Sequence[JobProgress]) -> None:
         """Those that can run are to be served in this order."""
         if len(self.jobs) < 2:
             return
@@ -228,7 +228,7 @@ class MemoryPlan:
         """
         pages, block = 0, self._view.block_tokens
         for request in self.requests:
-            tokens = min(request.num_left, int(seconds / request.tpot_s) + 1)
+            tokens = min(request.num_left, int(seconds / request.info.tpot_s) + 1)
             pages += max(min(SPARE_PAGES, -(-request.num_left // block)), -(-tokens // block))
         return pages
 
@@ -245,20 +245,20 @@ class MemoryPlan:
             self.jobs.remove(job)
         return bool(packs)
 
-    def _spares(self, request: RequestView, num_rows: int, can_wait: CanWait) -> bool:
+    def _spares(self, request: RequestProgress, num_rows: int, can_wait: CanWait) -> bool:
         """Whether the pack that would be dropped first is worth more than these rows of a request that can wait."""
         packs = self._packs()
         return bool(packs) and rows_lost(packs[0]) > PACK_WORTH * num_rows and can_wait(request, packs[0])
 
-    def _packs(self) -> list[JobView]:
+    def _packs(self) -> list[JobProgress]:
         """Those in memory, the one that loses least first."""
         return sorted([job for job in self.jobs if job.phase != "update"], key=rows_lost)
 
-    def _youngest(self) -> RequestView:
+    def _youngest(self) -> RequestProgress:
         """Of those with the least priority that came at once, the one that was admitted last."""
-        return max(reversed(self.requests), key=lambda running: (running.priority, running.arrival_s))
+        return max(reversed(self.requests), key=lambda running: (running.info.priority, running.info.arrival_s))
 
-    def _preempt(self, request: RequestView) -> None:
+    def _preempt(self, request: RequestProgress) -> None:
         self._is_short = True
         self.requests.remove(request)
         self._close(request)
@@ -272,9 +272,9 @@ class MemoryPlan:
             while len(self.batch) > len(kept):
                 self._close(self.batch.pop())
 
-    def _given(self, items: Sequence[RequestView] | Sequence[JobView]) -> int:
+    def _given(self, items: Sequence[RequestProgress] | Sequence[JobProgress]) -> int:
         """Pages that come back when these make room."""
-        return sum([each.num_pages if isinstance(each, JobView) else each.num_held for each in items])
+        return sum([each.num_pages if isinstance(each, JobProgress) else each.num_held for each in items])
 
     def _preempt_batch(self, num_pages: int, *, slots: int = 0) -> None:
         """Have batch work make room, what came last first, until as many pages and slots are free, or none is left."""
@@ -284,11 +284,11 @@ class MemoryPlan:
             self.batch.remove(request)
             self._close(request)
 
-    def _last_of_batch(self) -> RequestView:
+    def _last_of_batch(self) -> RequestProgress:
         """Return the batch work that makes room first."""
         return self.batch[-1]
 
-    def _close(self, request: RequestView) -> None:
+    def _close(self, request: RequestProgress) -> None:
         if request.id in self.admit:  # it has been admitted in this plan
             self.admit.remove(request.id)
             self.free += request.num_pages
@@ -297,9 +297,9 @@ class MemoryPlan:
         self.preempt.append(request.id)
 
 
-def rows_lost(job: JobView) -> float:
+def rows_lost(job: JobProgress) -> float:
     """Rows of a whole pass through the model that are lost if a job's pack is dropped."""
-    num_parts = max(1, job.counts.num_parts)
+    num_parts = max(1, job.info.counts.num_parts)
     if job.phase == "forward":
         return job.num_rows - job.num_rows_left
     if job.phase == "loss":
@@ -308,7 +308,7 @@ def rows_lost(job: JobView) -> float:
     return job.num_rows * (1 + max(0.0, parts_done) / num_parts)
 
 
-def rows_to_go(job: JobView) -> float:
+def rows_to_go(job: JobProgress) -> float:
     """Rows of a whole pass that a pack in memory is from its end; inf if it is not in memory."""
     if job.phase == "pack":
         return inf

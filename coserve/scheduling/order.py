@@ -1,44 +1,39 @@
-"""In which order requests get on that wait: on a device, and in the queue of a cluster."""
+"""The order in which waiting requests get on: on a device, and in the queue of a cluster.
+
+What the order depends on is read by functions, since a cluster's tasks have it elsewhere than an engine's requests.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from operator import attrgetter
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_PRIORITY, _DUE_S, _TENANT = attrgetter("info.priority"), attrgetter("info.batch_due_s"), attrgetter("info.tenant")
 
 
-class InOrder(Protocol):
-    """What the order of requests depends on, beside when they came; see `RequestView`."""
-
-    @property
-    def priority(self) -> int: ...
-
-    @property
-    def batch_due_s(self) -> float | None: ...
-
-    @property
-    def tenant(self) -> str: ...
+def by_priority(waiting: Sequence[T], priority: Callable[[T], int] = _PRIORITY) -> Sequence[T]:
+    """Return requests in the order of their priorities, and of one priority in the order given."""
+    return sorted(waiting, key=priority) if any(map(priority, waiting)) else waiting
 
 
-T = TypeVar("T", bound=InOrder)
+def by_due(batch: Sequence[T], due_s: Callable[[T], float | None] = _DUE_S) -> list[T]:
+    """Return batch work with what should be done first at the front: nobody waits for it, whatever its priority."""
+    return sorted(batch, key=lambda request: due_s(request) or 0.0)
 
 
-def by_priority(waiting: Sequence[T]) -> Sequence[T]:
-    """Requests in the order of their priorities, and of one priority in the order given."""
-    if all(not request.priority for request in waiting):
-        return waiting
-    return sorted(waiting, key=lambda request: request.priority)
-
-
-def by_due(batch: Sequence[T]) -> list[T]:
-    """Batch work, what should be done first before all else: nobody waits for it, whatever its priority."""
-    return sorted(batch, key=lambda request: request.batch_due_s or 0.0)
-
-
-def by_share(waiting: Sequence[T], served: Mapping[str, float], cost: Callable[[T], float]) -> Iterator[T]:
-    """Again and again the first request of the tenant that has been served least, which pays for it (Algorithm 4 of
-    FlexLLM's appendix C). served: by tenant; 0 for others.
+def by_share(
+    waiting: Sequence[T],
+    served: Mapping[str, float],
+    cost: Callable[[T], float],
+    tenant_of: Callable[[T], str] = _TENANT,
+) -> Iterator[T]:
+    """Yield, again and again, the first request of the tenant that has been served least, which pays for it (Algorithm
+    4 of FlexLLM's appendix C). served: by tenant; 0 for others.
     """
     served, by_tenant = dict(served), dict[str, list[T]]()
     for request in reversed(waiting):
-        by_tenant.setdefault(request.tenant, []).append(request)
+        by_tenant.setdefault(tenant_of(request), []).append(request)
     while by_tenant:
         tenant = min(by_tenant, key=lambda name: (served.get(name, 0.0), -len(by_tenant[name])))
         request = by_tenant[tenant].pop()

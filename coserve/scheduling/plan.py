@@ -1,8 +1,10 @@
-"""What a policy may see, and what it decides: plain data, small enough to make anew for every step.
+"""What a policy may see, and what it decides: plain data, quick to make or to bring up to date for every step.
 
-The entries are structs, which are quick to make: a step makes several for each of some hundred requests. Those hold
-numbers and strings alone, so that the garbage collector need not look at them (`gc=False`). Where many fields are
-given, some go by their place: Python makes a dictionary for more than 15 keywords, which takes ten times as long.
+What stays the same of a request or a job is made once and shared by reference (`RequestInfo`, `JobInfo`); what changes
+is `RequestProgress` and `JobProgress`. All fields are given by keyword, so that a new number concerns the code that
+makes it and the code that reads it, and none in between. A step has some hundred requests: each keeps one
+`RequestProgress`, which the engine brings up to date before it plans, since making one by keyword would take five times
+as long. Structs of numbers, strings and such structs alone need no garbage collection (`gc=False`).
 """
 
 from math import inf
@@ -16,74 +18,120 @@ RowKind = Literal["decode", "prefill", "window"]
 JobPhase = Literal["pack", "forward", "loss", "backward", "update"]
 
 
-class RequestView(msgspec.Struct, frozen=True, gc=False):
-    """A sequence of a request that runs, or that waits for pages.
+class RequestInfo(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """What stays the same of a request, for all of its sequences. Times are seconds of the engine's clock."""
 
-    num_rows: tokens to run before its next token can be chosen; 1 for a request that decodes. num_past: tokens whose K
-    and V are there (of one that waits: that it would share). num_output: tokens chosen so far. version: of its adapter
-    ("" for none), with num_bypasses bypasses. num_pages: by how many the available pages fall when all of num_rows get
-    theirs (with admission, if it waits). num_held: pages that it has, which come back when it is preempted. draws:
-    whether its tokens are drawn, not the likeliest. is_masked: whether only some tokens may come, by its grammar.
-    num_scored: rows whose next token is scored, as prompt log-probabilities are. may_start: False while it waits for a
-    sequence with the same prompt. num_left: tokens that may still come at most. num_sure: those that will in any
-    case; none below 0. jobs_s: seconds that work of jobs, and batch work, has taken since its first token; before that,
-    since it came. priority: the lowest goes first. batch_due_s: of batch work, when it should be done; None: of a
-    request that somebody waits for. Times in seconds of the engine's clock.
-    """
-
-    id: str
-    num_rows: int
-    num_past: int
-    num_output: int
     arrival_s: float
-    first_token_s: float | None
-    last_token_s: float
+    """Time of arrival."""
     ttft_s: float
+    """SLO of the time to the first token."""
     tpot_s: float
-    version: str = ""
-    num_bypasses: int = 0
+    """SLO of the mean time between later tokens."""
     tenant: str = ""
-    num_pages: int = 0
-    num_held: int = 0
-    draws: bool = False
-    num_scored: int = 0
-    may_start: bool = True
-    num_left: int = 2**31
-    jobs_s: float = 0.0
-    is_masked: bool = False
+    """Name of its owner."""
     priority: int = 0
+    """The lowest goes first."""
     batch_due_s: float | None = None
-    num_sure: int = 0
+    """Time at which batch work should be done; None: somebody waits for this request."""
+    version: str = ""
+    """Key of its adapter's version; empty for the bare model."""
+    num_bypasses: int = 0
+    """Number of sites at which its adapter adds to the model."""
+    draws: bool = False
+    """Whether its tokens are drawn, instead of the likeliest ones."""
+    is_masked: bool = False
+    """Whether a grammar allows only some tokens."""
 
 
-class JobView(msgspec.Struct, frozen=True):
-    """A job that could do something now.
+class RequestProgress(msgspec.Struct, gc=False, kw_only=True):
+    """How far one sequence of a request is that runs, or that waits for pages.
 
-    phase: "pack" if its next pack is to be begun, "update" if an optimizer step is due; otherwise what its pack in
-    memory is at. num_rows: of the pack. num_rows_left: rows that are still to go forward, through the loss (those that
-    have a target), or backward in the current part. num_parts_left: parts that are still to go backward, the current
-    one among them. mean_context_len: mean number of tokens that a row attends to. waited_s: since it last got on.
-    num_pages: that the pack holds, or needs to begin. num_rows_done: rows that would be lost if the pack were dropped;
-    the loss, and each part backward, count as a pass each. num_rows_run: rows of all its packs so far. begins_at: what
-    a pack that is to be begun will be at: "forward", but for one that comes back from the host.
+    It is as of the moment of planning, and brought up to date before the next step: policies do not change it, and
+    keep none for later.
     """
 
     id: str
-    phase: JobPhase
+    """Name of the sequence."""
+    info: RequestInfo
+    """What stays the same."""
     num_rows: int
-    num_rows_left: int
-    num_parts_left: int
-    mean_context_len: float
-    counts: JobCounts
-    waited_s: float = 0.0
-    tenant: str = ""
+    """Tokens to run before the next one can be chosen; 1 for a sequence that decodes."""
+    num_past: int
+    """Tokens whose keys and values are there; of a waiting sequence: those that it would share."""
+    num_output: int
+    """Tokens chosen so far."""
+    first_token_s: float | None
+    """Time of its first token; None before that."""
+    last_token_s: float
+    """Time of its last token; before the first one its arrival."""
     num_pages: int = 0
+    """Pages by which the available ones fall when all of num_rows get theirs, with its admission if it waits."""
+    num_held: int = 0
+    """Pages that it holds, which come back when it is preempted."""
+    num_scored: int = 0
+    """Rows whose next token is scored, for log-probabilities of the prompt."""
+    may_start: bool = True
+    """False while it waits for a sequence with the same prompt, or for its handover."""
+    num_left: int = 2**31
+    """Maximum number of tokens that may still come."""
+    num_sure: int = 0
+    """Tokens that will come in any case; none below 0."""
+    jobs_s: float = 0.0
+    """Seconds that jobs and batch work have taken since its first token; before that, since its arrival."""
+
+
+class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What stays the same of a job."""
+
+    counts: JobCounts
+    """What its model and its adapter compute per row."""
+    tenant: str = ""
+    """Name of its owner."""
+
+
+class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a job is that could do something now."""
+
+    id: str
+    """Name of the job."""
+    info: JobInfo
+    """What stays the same."""
+    phase: JobPhase
+    """"pack" if its next pack is to be begun, "update" if an optimizer step is due; otherwise what its pack is at."""
+    num_rows: int = 0
+    """Rows of its pack."""
+    num_rows_left: int = 0
+    """Rows still to go forward, through the loss (those that have a target), or backward in the current part."""
+    num_parts_left: int = 0
+    """Parts of the model still to go backward, the current one among them."""
+    mean_context_len: float = 0.0
+    """Mean number of tokens that a row attends to."""
+    waited_s: float = 0.0
+    """Seconds since its last progress."""
+    num_pages: int = 0
+    """Pages that the pack holds, or needs to begin."""
     num_rows_done: int = 0
+    """Rows lost if the pack were dropped; the loss, and each part backward, count as a pass each."""
     num_rows_run: float = 0.0
+    """Rows of all its packs so far."""
     begins_at: JobPhase = "forward"
+    """Phase at which a pack that is to be begun starts: "forward", except for one that comes back from the host."""
 
 
-class TenantView(msgspec.Struct, frozen=True):
+def whole_pack(counts: JobCounts, num_rows: int, mean_context_len: float = 0.0) -> JobProgress:
+    """Return a job with a pack of which nothing has run, for questions to a latency model."""
+    return JobProgress(
+        id="",
+        info=JobInfo(counts=counts),
+        phase="pack",
+        num_rows=num_rows,
+        num_rows_left=num_rows,
+        num_parts_left=counts.num_parts,
+        mean_context_len=mean_context_len,
+    )
+
+
+class TenantView(msgspec.Struct, frozen=True, kw_only=True):
     """A tenant that has requests or jobs here, or had some lately.
 
     Attributes:
@@ -119,7 +167,7 @@ class NeedView(msgspec.Struct, frozen=True):
 _UNKNOWN_NEED = NeedView()
 
 
-class View(msgspec.Struct, frozen=True):
+class View(msgspec.Struct, frozen=True, kw_only=True):
     """The engine at the moment of planning.
 
     requests: those that run, in the order of admission. waiting: those that wait for pages, in the order in which they
@@ -135,11 +183,11 @@ class View(msgspec.Struct, frozen=True):
     """
 
     now_s: float
-    requests: tuple[RequestView, ...] = ()
-    waiting: tuple[RequestView, ...] = ()
-    batch: tuple[RequestView, ...] = ()
-    batch_waiting: tuple[RequestView, ...] = ()
-    jobs: tuple[JobView, ...] = ()
+    requests: tuple[RequestProgress, ...] = ()
+    waiting: tuple[RequestProgress, ...] = ()
+    batch: tuple[RequestProgress, ...] = ()
+    batch_waiting: tuple[RequestProgress, ...] = ()
+    jobs: tuple[JobProgress, ...] = ()
     tenants: tuple[TenantView, ...] = ()
     num_free_pages: int = 0
     num_pages: int = 0
@@ -196,57 +244,88 @@ class Partition(NamedTuple):
     stops: bool = False
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """What the engine does next.
+class Prediction(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """What the step of a plan is predicted to take: seconds of the whole device, section by section."""
 
-    First, memory: requests are preempted (their pages go back, their tokens are computed again), packs dropped,
-    requests admitted, and packs begun, in this order. The engine checks each: what cannot be done, because pages are
-    missing, is left out, with its rows. Then one step runs: losses, tasklets, optimizer steps, the forward pass; in
-    this order, or with a partition losses and tasklets beside the forward pass. The tokens of requests come out at the
-    end of the step, where their deadlines are compared with it.
-
-    backward_limit_s: seconds after the device begins at which no further tasklet begins (None: no limit). The
-    predictions are in seconds of the whole device; prefill_s, batch_s, window_s: what prompts, batch work and windows
-    add to forward_s; overhead_s: beside all sections. forward_correction: forward_s over what the profile alone says.
-    forward_speed, backward_speed: of these speeds, what the forward pass and losses and tasklets beside it reach on
-    their units; predicted_s counts with them. decode_share: of a TPOT, what a step that only decodes takes, in the mean
-    over the requests that do.
-    """
-
-    preempt: tuple[str, ...] = ()
-    drop: tuple[str, ...] = ()
-    admit: tuple[str, ...] = ()
-    begin: tuple[str, ...] = ()
-    rows: tuple[PlannedRows, ...] = ()
-    losses: tuple[PlannedLoss, ...] = ()
-    tasklets: tuple[PlannedTasklets, ...] = ()
-    updates: tuple[str, ...] = ()
-    backward_limit_s: float | None = None
-    partition: Partition | None = None
     forward_s: float = 0.0
+    """The forward pass, with sampling."""
     prefill_s: float = 0.0
+    """Part of forward_s that prompts add."""
     batch_s: float = 0.0
+    """Part of forward_s that batch work adds."""
     window_s: float = 0.0
+    """Part of forward_s that windows of jobs add."""
     loss_s: float = 0.0
+    """Losses of jobs."""
     backward_s: float = 0.0
+    """Tasklets."""
     update_s: float = 0.0
+    """Optimizer steps."""
     overhead_s: float = 0.0
+    """Time beside all sections."""
     forward_correction: float = 1.0
+    """forward_s over what the profile alone says."""
     forward_speed: float = 1.0
+    """Speed of the forward pass on its units, as a share of the whole device's."""
     backward_speed: float = 0.0
+    """Speed of losses and tasklets beside the forward pass; 0 where they do not run beside it."""
     decode_share: float = 0.0
+    """Share of a TPOT that a step takes which only decodes, averaged over the requests that decode."""
 
     @property
-    def predicted_s(self) -> float:
+    def step_s(self) -> float:
+        """Return the time of the whole step as it is to run, divided or not."""
         return self.seconds_with(self.backward_s)
 
     def seconds_with(self, backward_s: float) -> float:
-        """The prediction for the step if its tasklets are worth as many seconds of the whole device: what losses and
+        """Return the time of the step if its tasklets are worth as many seconds of the whole device: what losses and
         tasklets get done beside the forward pass takes no time of its own.
         """
         forward_s = self.forward_s / self.forward_speed
         left_s = max(0.0, self.loss_s + backward_s - self.backward_speed * forward_s)
         return self.overhead_s + forward_s + left_s + self.update_s
+
+
+_NOTHING = Prediction()
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine does next.
+
+    First, memory changes hands: requests are preempted, packs dropped, requests admitted and packs begun, in this
+    order. The engine checks each: what cannot be done, because pages are missing, is left out, with its rows. Then one
+    step runs: losses, tasklets, optimizer steps, the forward pass; in this order, or with a partition losses and
+    tasklets beside the forward pass. The tokens of requests come out at the end of the step, where their deadlines are
+    compared with it.
+    """
+
+    preempt: tuple[str, ...] = ()
+    """Sequences of requests whose pages go back; their tokens are computed again."""
+    drop: tuple[str, ...] = ()
+    """Jobs whose packs lose their pages."""
+    admit: tuple[str, ...] = ()
+    """Sequences of requests that get their pages."""
+    begin: tuple[str, ...] = ()
+    """Jobs whose next packs get their pages."""
+    rows: tuple[PlannedRows, ...] = ()
+    """Rows of the forward pass."""
+    losses: tuple[PlannedLoss, ...] = ()
+    """Rows of packs that go through the loss."""
+    tasklets: tuple[PlannedTasklets, ...] = ()
+    """Work of packs that go backward."""
+    updates: tuple[str, ...] = ()
+    """Jobs that make an optimizer step."""
+    backward_limit_s: float | None = None
+    """Seconds after the device begins at which no further tasklet begins; None: no limit."""
+    partition: Partition | None = None
+    """How the device is divided; None: not at all."""
+    prediction: Prediction = _NOTHING
+    """What all of this is predicted to take."""
+
+    @property
+    def predicted_s(self) -> float:
+        """Return the predicted time of the whole step."""
+        return self.prediction.step_s
 
     @property
     def moved_jobs(self) -> tuple[str, ...]:

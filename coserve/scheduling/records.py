@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
-from coserve.scheduling.plan import JobView
+from coserve.scheduling.plan import JobProgress
 from coserve.scheduling.profile import Curve
 
 # Weight of the newest step in a record: contexts grow under one key.
@@ -135,7 +135,7 @@ def forward_work(load: ForwardLoad, latency: LatencyModel) -> Work:
     return Work(fixed_s, computation_s, p.sums.at(load.rows), memory_s)
 
 
-def tasklet_work(job: JobView, rows: int, latency: LatencyModel) -> Work:
+def tasklet_work(job: JobProgress, rows: int, latency: LatencyModel) -> Work:
     """Of a backward tasklet."""
     p = latency.profile
     fixed_s, row_s = _apart(p.backward, p.backward_sums)

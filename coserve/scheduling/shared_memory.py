@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 
 from coserve.scheduling.memory import SPARE_PAGES, CanWait, MemoryPlan
-from coserve.scheduling.plan import JobView, RequestView, View
+from coserve.scheduling.plan import JobProgress, RequestProgress, View
 
 # Seconds, of a tenant of weight 1, that a tenant may have been served more than one from which it takes room. Above 0,
 # because pieces of jobs are lumps: a request should not wait because a job of its tenant has just run.
@@ -52,19 +52,19 @@ class SharedMemoryPlan(MemoryPlan):
         self._short: set[str] = set()  # tenants whose requests made room for the rows of others
         self._short_of_batch: set[str] = set()  # tenants whose batch work made room
 
-    def admit_waiting(self, waiting: Iterable[RequestView] | None = None, can_wait: CanWait | None = None) -> None:
+    def admit_waiting(self, waiting: Iterable[RequestProgress] | None = None, can_wait: CanWait | None = None) -> None:
         """Give waiting requests their pages and slots, in this order, until no tenant can have more. Lines of a batch
         among them get what is free in their turn.
         """
         blocked = set(self._short)
-        tenants = {each.tenant for each in self._view.waiting}
-        slots = Counter([each.tenant for each in self.requests])
+        tenants = {each.info.tenant for each in self._view.waiting}
+        slots = Counter([each.info.tenant for each in self.requests])
         for request in self._view.waiting if waiting is None else waiting:
-            tenant = request.tenant
+            tenant = request.info.tenant
             if tenant in blocked or not request.may_start:
                 continue
             self.claimant = tenant
-            if request.batch_due_s is not None:
+            if request.info.batch_due_s is not None:
                 if tenant not in self._short_of_batch and self._has_room_for_batch(request):
                     self._add_batch(request)
                 continue
@@ -81,31 +81,31 @@ class SharedMemoryPlan(MemoryPlan):
             self.requests.append(request)
             self.admit.append(request.id)
 
-    def _stops_others(self, request: RequestView) -> bool:
+    def _stops_others(self, request: RequestProgress) -> bool:
         """Return whether nobody is admitted before a request that lacks pages: it has waited for longer than its TTFT,
         and no tenant with requests waiting has been served less. Small requests would otherwise overtake it forever.
         """
-        if self._view.now_s - request.arrival_s <= request.ttft_s:
+        if self._view.now_s - request.info.arrival_s <= request.info.ttft_s:
             return False
-        return self._is_served_least(request.tenant, {each.tenant for each in self._view.waiting})
+        return self._is_served_least(request.info.tenant, {each.info.tenant for each in self._view.waiting})
 
     def _is_served_least(self, tenant: str, others: Iterable[str]) -> bool:
         """Return whether none of the others has been served less than a tenant."""
         own_s = self._used_s.get(tenant, 0.0)
         return all(own_s <= self._used_s.get(other, 0.0) for other in others)
 
-    def _slot_victims(self, request: RequestView) -> list[RequestView] | None:
+    def _slot_victims(self, request: RequestProgress) -> list[RequestProgress] | None:
         """Return what gives a slot to a request: nothing where one is free; None if it may not have any."""
-        requests, batch, victims = list(self.requests), list(self.batch), list[RequestView]()
+        requests, batch, victims = list(self.requests), list(self.batch), list[RequestProgress]()
         while len(requests) + len(batch) >= self._view.max_requests:
             if (victim := self._slot_victim(request, requests, batch)) is None:
                 return None
-            (requests if victim.batch_due_s is None else batch).remove(victim)
+            (requests if victim.info.batch_due_s is None else batch).remove(victim)
             victims.append(victim)
         return victims
 
     def _take_pages(
-        self, num_pages: int, slot_victims: Sequence[RequestView] = (), *, takes_own_batch: bool = False
+        self, num_pages: int, slot_victims: Sequence[RequestProgress] = (), *, takes_own_batch: bool = False
     ) -> bool:
         """Return whether as many pages are free, after richer tenants have made room for the claimant; nothing makes
         room in vain.
@@ -114,19 +114,19 @@ class SharedMemoryPlan(MemoryPlan):
             slot_victims: What makes room in any case, if there are enough pages.
             takes_own_batch: Whether batch work of the claimant makes room before other tenants do.
         """
-        victims: list[RequestView | JobView] = list(slot_victims)
+        victims: list[RequestProgress | JobProgress] = list(slot_victims)
         if not victims and num_pages <= self.free:
             return True
         held, free = self._held(), self.free
         for each in slot_victims:
             free += self._num_given(each)
-            held[each.tenant] -= self._num_given(each)
+            held[each.info.tenant] -= self._num_given(each)
         holdings = self._holdings({each.id for each in slot_victims})
         own = holdings.pop(self.claimant, [])
         own_batch = [each for each in own if each in self.batch] if takes_own_batch else []
         while free < num_pages:
             if own_batch:
-                victim: RequestView | JobView = own_batch.pop()
+                victim: RequestProgress | JobProgress = own_batch.pop()
             else:
                 tenant = max(holdings, key=lambda name: self._wealth(held[name], name), default=None)
                 if tenant is None or self._leads(self.claimant, tenant):
@@ -138,7 +138,7 @@ class SharedMemoryPlan(MemoryPlan):
                 if not holdings[tenant]:
                     del holdings[tenant]
             free += self._num_given(victim)
-            held[victim.tenant] -= self._num_given(victim)
+            held[victim.info.tenant] -= self._num_given(victim)
             victims.append(victim)
         for victim in victims:
             self._give_way(victim)
@@ -155,47 +155,47 @@ class SharedMemoryPlan(MemoryPlan):
         return self._wealth(held - number, tenant) >= own or self._wealth(held, tenant) > whole >= own
 
     def _slot_victim(
-        self, request: RequestView, requests: Sequence[RequestView], batch: Sequence[RequestView]
-    ) -> RequestView | None:
+        self, request: RequestProgress, requests: Sequence[RequestProgress], batch: Sequence[RequestProgress]
+    ) -> RequestProgress | None:
         """Return whose slot a request takes, if it may have one: the youngest batch work of its tenant, or of the
         tenant with most slots, or the youngest request of that. requests, batch: what holds slots.
         """
-        if own_batch := [each for each in batch if each.tenant == request.tenant]:
+        if own_batch := [each for each in batch if each.info.tenant == request.info.tenant]:
             return own_batch[-1]
-        slots = Counter([each.tenant for each in (*requests, *batch)])
+        slots = Counter([each.info.tenant for each in (*requests, *batch)])
         tenant = max(slots, key=lambda name: self._wealth(slots[name], name))
-        own = self._wealth(slots[request.tenant] + 1, request.tenant)
-        if self._leads(request.tenant, tenant):
+        own = self._wealth(slots[request.info.tenant] + 1, request.info.tenant)
+        if self._leads(request.info.tenant, tenant):
             return None
-        if its_batch := [each for each in batch if each.tenant == tenant]:
+        if its_batch := [each for each in batch if each.info.tenant == tenant]:
             return its_batch[-1] if self._wealth(slots[tenant] - 1, tenant) >= own else None
         if self._wealth(slots[tenant], tenant) <= SLOTS_RATIO * own:
             return None
-        return _youngest_of([each for each in requests if each.tenant == tenant])
+        return _youngest_of([each for each in requests if each.info.tenant == tenant])
 
-    def _give_way(self, victim: RequestView | JobView) -> None:
+    def _give_way(self, victim: RequestProgress | JobProgress) -> None:
         """Take the pages of a pack, of batch work or of a request."""
-        if isinstance(victim, JobView):
+        if isinstance(victim, JobProgress):
             self.free += victim.num_pages
             self.jobs.remove(victim)
             if victim.id in self.begin:  # in this plan: there is nothing to drop yet
                 self.begin.remove(victim.id)
             else:
                 self.drop.append(victim.id)
-        elif victim.batch_due_s is not None:
+        elif victim.info.batch_due_s is not None:
             self.batch.remove(victim)
             self._close(victim)
         else:
             self._preempt(victim)
 
-    def _holdings(self, left_out: Collection[str] = ()) -> dict[str, list[RequestView | JobView]]:
+    def _holdings(self, left_out: Collection[str] = ()) -> dict[str, list[RequestProgress | JobProgress]]:
         """Return what holds pages, by tenant; what makes room first comes last. left_out: ids."""
-        found: dict[str, list[RequestView | JobView]] = {}
-        requests = sorted(self.requests, key=lambda running: (running.priority, running.arrival_s))
-        items: list[RequestView | JobView] = [*requests, *reversed(super()._packs()), *self.batch]
+        found: dict[str, list[RequestProgress | JobProgress]] = {}
+        requests = sorted(self.requests, key=lambda running: (running.info.priority, running.info.arrival_s))
+        items: list[RequestProgress | JobProgress] = [*requests, *reversed(super()._packs()), *self.batch]
         for each in items:
             if each.id not in left_out:
-                found.setdefault(each.tenant, []).append(each)
+                found.setdefault(each.info.tenant, []).append(each)
         return found
 
     def _held(self) -> dict[str, int]:
@@ -204,66 +204,66 @@ class SharedMemoryPlan(MemoryPlan):
         admitted = set(self.admit)
         for request in (*self.requests, *self.batch):
             num_pages = self._num_given(request, admitted)
-            found[request.tenant] = found.get(request.tenant, 0) + num_pages
+            found[request.info.tenant] = found.get(request.info.tenant, 0) + num_pages
         for job in self.jobs:
             if job.phase != "update":
-                found[job.tenant] = found.get(job.tenant, 0) + job.num_pages
+                found[job.info.tenant] = found.get(job.info.tenant, 0) + job.num_pages
         return found
 
-    def _num_given(self, item: RequestView | JobView, admitted: Collection[str] | None = None) -> int:
+    def _num_given(self, item: RequestProgress | JobProgress, admitted: Collection[str] | None = None) -> int:
         """Return the pages that come back when something makes room; admitted: `self.admit`, for many questions."""
-        if isinstance(item, JobView) or item.id in (self.admit if admitted is None else admitted):
+        if isinstance(item, JobProgress) or item.id in (self.admit if admitted is None else admitted):
             return item.num_pages
         return item.num_held + self._grown.get(item.id, 0)
 
     # -- batch work ---------------------------------------------------------------------
 
-    def _admit_batch(self, waiting: Iterable[RequestView]) -> None:
+    def _admit_batch(self, waiting: Iterable[RequestProgress]) -> None:
         """Give waiting batch work its pages and slots, in this order, until no tenant can have more. A tenant whose
         batch work makes room in this plan gets none: it would make room for the same again soon.
         """
-        tenants = {each.tenant for each in self._view.batch_waiting}
-        blocked = self._short | {each.tenant for each in self._not_admitted()}
+        tenants = {each.info.tenant for each in self._view.batch_waiting}
+        blocked = self._short | {each.info.tenant for each in self._not_admitted()}
         for request in waiting:
             blocked |= self._short_of_batch
             if blocked >= tenants:
                 return
-            if request.tenant in blocked or not request.may_start or request.id in self.admit:
+            if request.info.tenant in blocked or not request.may_start or request.id in self.admit:
                 continue
-            self.claimant = request.tenant
+            self.claimant = request.info.tenant
             if self._keeps_poorer_waiting(request):
-                blocked.add(request.tenant)
+                blocked.add(request.info.tenant)
             elif self._make_room_for_batch(request):
                 self._add_batch(request)
-            elif self._is_served_least(request.tenant, tenants - blocked):
+            elif self._is_served_least(request.info.tenant, tenants - blocked):
                 return  # smaller lines of others would overtake it forever
             else:
-                blocked.add(request.tenant)
+                blocked.add(request.info.tenant)
 
-    def _has_room_for_batch(self, request: RequestView) -> bool:
+    def _has_room_for_batch(self, request: RequestProgress) -> bool:
         """Return whether there is room for batch work within its tenant's share of pages, or such that nobody waits who
         would be poorer.
         """
         fits = self._fits_batch(
             request, num_held=self._num_batch_pages(), num_free=self.free, num_batch=len(self.batch)
         )
-        num_pages = self._held().get(request.tenant, 0) + request.num_pages
-        is_within_share = self._wealth(num_pages, request.tenant) <= self._view.num_pages
+        num_pages = self._held().get(request.info.tenant, 0) + request.num_pages
+        is_within_share = self._wealth(num_pages, request.info.tenant) <= self._view.num_pages
         return fits and (is_within_share or not self._keeps_poorer_waiting(request))
 
-    def _make_room_for_batch(self, request: RequestView) -> bool:
+    def _make_room_for_batch(self, request: RequestProgress) -> bool:
         """Return whether there is room for batch work, after that of tenants with many more sequences has made some;
         none does so in vain.
         """
-        number = Counter([each.tenant for each in self.batch])
-        left, victims = list(self.batch), list[RequestView]()
+        number = Counter([each.info.tenant for each in self.batch])
+        left, victims = list(self.batch), list[RequestProgress]()
         num_held, num_free = self._num_batch_pages(), self.free
-        own = SLOTS_RATIO * self._wealth(number[request.tenant] + 1, request.tenant)
+        own = SLOTS_RATIO * self._wealth(number[request.info.tenant] + 1, request.info.tenant)
         while not self._fits_batch(request, num_held=num_held, num_free=num_free, num_batch=len(left)):
-            tenant = max(number, key=lambda name: self._wealth(number[name], name), default=request.tenant)
-            if self._wealth(number[tenant], tenant) <= own or self._leads(request.tenant, tenant):
+            tenant = max(number, key=lambda name: self._wealth(number[name], name), default=request.info.tenant)
+            if self._wealth(number[tenant], tenant) <= own or self._leads(request.info.tenant, tenant):
                 return False
-            victim = next(each for each in reversed(left) if each.tenant == tenant)
+            victim = next(each for each in reversed(left) if each.info.tenant == tenant)
             left.remove(victim)
             victims.append(victim)
             number[tenant] -= 1
@@ -273,21 +273,21 @@ class SharedMemoryPlan(MemoryPlan):
             self._give_way(victim)
         return True
 
-    def _keeps_poorer_waiting(self, item: RequestView | JobView) -> bool:
+    def _keeps_poorer_waiting(self, item: RequestProgress | JobProgress) -> bool:
         """Return whether requests of a tenant wait that would be poorer than this one's with its pages."""
-        if not (waiting := {each.tenant for each in self._not_admitted()}):
+        if not (waiting := {each.info.tenant for each in self._not_admitted()}):
             return False
         held = self._held()
-        own = self._wealth(held.get(item.tenant, 0) + item.num_pages, item.tenant)
-        return any(self._wealth(held.get(name, 0), name) < own for name in waiting - {item.tenant})
+        own = self._wealth(held.get(item.info.tenant, 0) + item.num_pages, item.info.tenant)
+        return any(self._wealth(held.get(name, 0), name) < own for name in waiting - {item.info.tenant})
 
-    def _last_of_batch(self) -> RequestView:
+    def _last_of_batch(self) -> RequestProgress:
         """Return the youngest batch work of the tenant whose batch work holds most."""
         held = Counter[str]()
         for each in self.batch:
-            held[each.tenant] += self._num_given(each)
+            held[each.info.tenant] += self._num_given(each)
         richest = max(held, key=lambda name: self._wealth(held[name], name))
-        return next(each for each in reversed(self.batch) if each.tenant == richest)
+        return next(each for each in reversed(self.batch) if each.info.tenant == richest)
 
     # -- order --------------------------------------------------------------------------
 
@@ -300,50 +300,54 @@ class SharedMemoryPlan(MemoryPlan):
 
     # -- what `MemoryPlan` asks ---------------------------------------------------------
 
-    def _packs(self) -> list[JobView]:
+    def _packs(self) -> list[JobProgress]:
         """Return packs that may be dropped for the claimant: its own, and those of richer tenants."""
         packs = super()._packs()
-        if all(job.tenant == self.claimant for job in packs):
+        if all(job.info.tenant == self.claimant for job in packs):
             return packs
         held = self._held()
         own = self._wealth(held.get(self.claimant, 0), self.claimant)
-        return [job for job in packs if job.tenant == self.claimant or self._wealth(held[job.tenant], job.tenant) > own]
+        return [
+            job
+            for job in packs
+            if job.info.tenant == self.claimant or self._wealth(held[job.info.tenant], job.info.tenant) > own
+        ]
 
-    def _youngest(self) -> RequestView:
+    def _youngest(self) -> RequestProgress:
         """Return the youngest request of the tenant that holds most."""
         held = self._held()
-        running = {each.tenant for each in self.requests}
+        running = {each.info.tenant for each in self.requests}
         richest = max(running, key=lambda name: self._wealth(held[name], name))
-        return _youngest_of([each for each in self.requests if each.tenant == richest])
+        return _youngest_of([each for each in self.requests if each.info.tenant == richest])
 
-    def _preempt(self, request: RequestView) -> None:
+    def _preempt(self, request: RequestProgress) -> None:
         super()._preempt(request)
-        self._short.add(request.tenant)
+        self._short.add(request.info.tenant)
 
-    def _close(self, request: RequestView) -> None:
+    def _close(self, request: RequestProgress) -> None:
         super()._close(request)
-        if request.batch_due_s is not None:
-            self._short_of_batch.add(request.tenant)
+        if request.info.batch_due_s is not None:
+            self._short_of_batch.add(request.info.tenant)
 
     def _requests_wait(self) -> bool:
         """Return False: each job is asked about (`_keeps_others_waiting`)."""
         return False
 
-    def _keeps_others_waiting(self, job: JobView) -> bool:
+    def _keeps_others_waiting(self, job: JobProgress) -> bool:
         """Return whether requests of its own tenant wait for pages, or those of a tenant that would be poorer."""
         if not self._view.waiting or len(self.requests) >= self._view.max_requests:
             return False
-        waits = any(each.tenant == job.tenant for each in self._not_admitted())
+        waits = any(each.info.tenant == job.info.tenant for each in self._not_admitted())
         return waits or self._keeps_poorer_waiting(job)
 
-    def _group_of(self, job: JobView) -> str:
+    def _group_of(self, job: JobProgress) -> str:
         """Return its tenant: packs of others do not keep a job waiting."""
-        return job.tenant
+        return job.info.tenant
 
     def _growth(self, seconds: float) -> int:
         """Return the pages that requests of the claimant may take within this time; of others, the spare ones."""
         everyone = self.requests
-        self.requests = [each for each in everyone if each.tenant == self.claimant]
+        self.requests = [each for each in everyone if each.info.tenant == self.claimant]
         num_pages = super()._growth(seconds)
         num_others, self.requests = len(everyone) - len(self.requests), everyone
         held = self._held()
@@ -357,6 +361,6 @@ class SharedMemoryPlan(MemoryPlan):
             self._take_pages(num_pages)
 
 
-def _youngest_of(requests: Sequence[RequestView]) -> RequestView:
+def _youngest_of(requests: Sequence[RequestProgress]) -> RequestProgress:
     """Return the request with the least priority that came last."""
-    return max(reversed(requests), key=lambda running: (running.priority, running.arrival_s))
+    return max(reversed(requests), key=lambda running: (running.info.priority, running.info.arrival_s))

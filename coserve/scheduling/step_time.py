@@ -4,16 +4,11 @@ from math import inf
 
 import msgspec
 
-from coserve.scheduling.plan import Partition
+from coserve.scheduling.plan import Partition, Prediction
 
 
 class StepTime(msgspec.Struct):
-    """Predicted seconds, section by section.
-
-    `forward_s` includes `prefill_s`, `batch_s` and `window_s`: what prompts, batch work and windows of jobs added.
-    `until_s`: what jobs were given, from the step's start. `partition`: if backward work runs beside the forward pass,
-    with the speeds of both sides, as shares of the whole device's. `overhead_s`: beside all sections.
-    """
+    """A `Prediction` that grows with its plan: the fields of the same names mean the same."""
 
     overhead_s: float = 0.0
     forward_s: float = 0.0
@@ -24,8 +19,11 @@ class StepTime(msgspec.Struct):
     backward_s: float = 0.0
     update_s: float = 0.0
     until_s: float = inf
+    """Time that jobs were given, from the step's start."""
     longest_tasklet_s: float = 0.0
+    """Time of the longest tasklet."""
     partition: Partition | None = None
+    """How the device is divided, if backward work runs beside the forward pass."""
     forward_speed: float = 1.0
     backward_speed: float = 0.0
 
@@ -41,6 +39,23 @@ class StepTime(msgspec.Struct):
             return self.overhead_s + self.forward_s + self.update_s + (self.loss_s + self.backward_s)
         left_s = self.loss_s + self.backward_s - self._beside_s
         return self.overhead_s + self._side_s + self.update_s + (left_s if left_s > 0 else 0.0)
+
+    def prediction(self, *, forward_correction: float, decode_share: float) -> Prediction:
+        """Return what the finished plan is predicted to take."""
+        return Prediction(
+            forward_s=self.forward_s,
+            prefill_s=self.prefill_s,
+            batch_s=self.batch_s,
+            window_s=self.window_s,
+            loss_s=self.loss_s,
+            backward_s=self.backward_s,
+            update_s=self.update_s,
+            overhead_s=self.overhead_s,
+            forward_correction=forward_correction,
+            forward_speed=self.forward_speed,
+            backward_speed=self.backward_speed,
+            decode_share=decode_share,
+        )
 
     def divide(self, partition: Partition | None, forward_speed: float = 1.0, backward_speed: float = 0.0) -> None:
         """Have backward work run beside the forward pass; None: one after the other."""

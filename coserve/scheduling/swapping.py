@@ -7,7 +7,7 @@ from msgspec import structs
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.memory import rows_lost
-from coserve.scheduling.plan import JobView
+from coserve.scheduling.plan import JobProgress, whole_pack
 
 
 def swap_pays(latency: LatencyModel, *, num_tokens: int, num_bytes: int) -> bool:
@@ -17,11 +17,11 @@ def swap_pays(latency: LatencyModel, *, num_tokens: int, num_bytes: int) -> bool
     return latency.copy_s(2 * num_bytes) < latency.rerun_s(num_tokens)
 
 
-def pack_swap_pays(latency: LatencyModel, job: JobView, *, num_bytes: int) -> bool:
+def pack_swap_pays(latency: LatencyModel, job: JobProgress, *, num_bytes: int) -> bool:
     """Whether copying what a pack in memory has saved to the host and back is quicker than running it again up to where
     it is.
     """
-    whole_s = latency.pack_s(structs.replace(job, num_parts_left=job.counts.num_parts))
+    whole_s = latency.pack_s(structs.replace(job, num_parts_left=job.info.counts.num_parts))
     return latency.copy_s(2 * num_bytes) < whole_s * rows_lost(job) / (2 * job.num_rows)
 
 
@@ -32,5 +32,4 @@ def optimizer_swap_pays(latency: LatencyModel, counts: JobCounts, *, num_rows: f
     num_rows: forward and reversed, each counted. What is left out (attention, optimizer steps) would take time, too.
     """
     rows = int(num_rows / 2)
-    view = JobView("", "forward", rows, rows, counts.num_parts, 0.0, counts)
-    return rows > 0 and latency.copy_s(2 * num_bytes) < latency.pack_s(view)
+    return rows > 0 and latency.copy_s(2 * num_bytes) < latency.pack_s(whole_pack(counts, rows))

@@ -81,7 +81,13 @@ class TenantTimes:
         """Return the counters for a policy; served: the weighted tokens of a tenant."""
         return tuple(
             [
-                TenantView(tenant, served(tenant), used_s, self.weight(tenant), tenant in self._present)
+                TenantView(
+                    name=tenant,
+                    served=served(tenant),
+                    used_s=used_s,
+                    weight=self.weight(tenant),
+                    is_present=tenant in self._present,
+                )
                 for tenant, used_s in self._used_s.items()
             ]
         )

@@ -62,7 +62,7 @@ from coserve.devices.swap_messages import MovePack, MovePages, SwapIn, SwapInTen
 from coserve.errors import AdapterError, JobError
 from coserve.models.backbone import Backbone
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import RequestView
+from coserve.scheduling.plan import RequestInfo, RequestProgress
 from coserve.scheduling.profile import Profile
 from coserve.simulate.modelled_trainer import ModelledTrainer
 from coserve.simulate.step_timer import StepTimer
@@ -111,11 +111,12 @@ class ModelledDevice:
         self._backbone, self._latency = backbone, latency or LatencyModel(profile)
         self._link_flops_per_byte = link_flops_per_byte
         self._requests: dict[str, OpenRequest] = {}
+        self._infos: dict[str, RequestInfo] = {}  # of the same
         self._grammars, self._matchers = DeviceGrammars(), dict[str, Matcher]()
         self._versions: dict[str, AdapterConfig] = {}
         self._num_bypasses: dict[str, int] = {}
         self._trainers: dict[str, ModelledTrainer] = {}
-        self._timer = StepTimer(self._latency, self._trainers, self._request_view, noise=noise, seed=seed)
+        self._timer = StepTimer(self._latency, self._trainers, self._progress_of, noise=noise, seed=seed)
         self._copy_s = 0.0  # of copies that no step has waited for yet
         self._overhead_s = 0.0  # of the step under way
         self._result: StepResult | None = None
@@ -186,11 +187,21 @@ class ModelledDevice:
 
     def _open_request(self, command: OpenRequest) -> None:
         self._requests[command.request] = command
+        self._infos[command.request] = RequestInfo(
+            arrival_s=0.0,
+            ttft_s=nan,
+            tpot_s=nan,
+            version=command.version,
+            num_bypasses=self._num_bypasses.get(command.version, 0),
+            draws=command.params.temperature > 0,
+            is_masked=command.params.grammar is not None,
+        )
         if command.params.grammar is not None:
             self._matchers[command.request] = self._grammars.matcher(command.params.grammar, command.output)
 
     def _close_request(self, command: CloseRequest) -> None:
         self._requests.pop(command.request, None)
+        self._infos.pop(command.request, None)
         self._matchers.pop(command.request, None)
 
     def _copy(self, command: SwapOut | SwapIn | ExportPages | ImportPages) -> None:
@@ -290,23 +301,17 @@ class ModelledDevice:
         ended = tuple([request for request, matcher in matched.items() if matcher.has_ended])
         return ended, {name: matcher.error for name, matcher in matched.items() if matcher.error is not None}
 
-    def _request_view(self, rows: RequestRows) -> RequestView:
+    def _progress_of(self, rows: RequestRows) -> RequestProgress:
         """What the latency model asks about a request's rows."""
-        opened, num_rows = self._requests[rows.request], len(rows.tokens)
-        return RequestView(
+        num_rows = len(rows.tokens)
+        return RequestProgress(
             id=rows.request,
+            info=self._infos[rows.request],
             num_rows=num_rows if rows.samples else num_rows + 1,
             num_past=rows.start,
             num_output=rows.place,
-            arrival_s=0.0,
             first_token_s=None,
             last_token_s=0.0,
-            ttft_s=nan,
-            tpot_s=nan,
-            version=opened.version,
-            num_bypasses=self._num_bypasses.get(opened.version, 0),
-            draws=opened.params.temperature > 0,
-            is_masked=opened.params.grammar is not None,
             num_scored=len(rows.targets),
         )
 

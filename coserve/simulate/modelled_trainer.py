@@ -2,7 +2,7 @@
 
 from coserve.adapters.base import AdapterConfig
 from coserve.devices.job_messages import BeginPack, TrainerOpened
-from coserve.scheduling.plan import JobView
+from coserve.scheduling.plan import JobInfo, JobProgress
 from coserve.tuning.cursor import Cursor
 
 
@@ -11,10 +11,11 @@ class ModelledTrainer:
 
     def __init__(self, config: AdapterConfig, opened: TrainerOpened) -> None:
         self.config, self.opened = config, opened
+        self._info = JobInfo(counts=opened.counts)
         self.has_moments = False
         self._num_moment_pages = 0
         self._cursor: Cursor | None = None
-        self._view: JobView | None = None
+        self._view: JobProgress | None = None
 
     @property
     def cursor(self) -> Cursor:
@@ -23,7 +24,7 @@ class ModelledTrainer:
         return self._cursor
 
     @property
-    def view(self) -> JobView:
+    def view(self) -> JobProgress:
         """What the latency model asks about its rows."""
         assert self._view is not None, "it has no pack"
         return self._view
@@ -37,7 +38,9 @@ class ModelledTrainer:
         num_parts = 0 if command.evaluate else self.opened.trained_parts
         self._cursor = Cursor(num_rows=num_rows, num_trained=num_trained, num_parts=num_parts)
         mean_context_len = sum([length * (length + 1) / 2 for length in lengths]) / num_rows
-        self._view = JobView(command.job, "forward", num_rows, 0, 0, mean_context_len, self.opened.counts)
+        self._view = JobProgress(
+            id=command.job, info=self._info, phase="forward", num_rows=num_rows, mean_context_len=mean_context_len
+        )
 
     def place(self, num_pages: int) -> int:
         """Its moments lie in as many pages now (0: beside them); returns of how many they were moved."""

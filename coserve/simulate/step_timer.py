@@ -14,7 +14,7 @@ import msgspec
 from coserve.devices.step_messages import RequestRows, StepBatch, Tasklets, Update
 from coserve.devices.tasklet_turns import tasklet_turns
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
-from coserve.scheduling.plan import JobView, Partition, RequestView
+from coserve.scheduling.plan import Partition, RequestProgress
 from coserve.simulate.modelled_trainer import ModelledTrainer
 
 
@@ -59,13 +59,13 @@ class StepTimer:
         self,
         latency: LatencyModel,
         trainers: Mapping[str, ModelledTrainer],
-        request_view: Callable[[RequestRows], RequestView],
+        progress_of: Callable[[RequestRows], RequestProgress],
         *,
         noise: float,
         seed: int,
     ) -> None:
-        """request_view: what the latency model asks about a request's rows. noise: see `ModelledDevice`."""
-        self._latency, self._trainers, self._request_view = latency, trainers, request_view
+        """progress_of: what the latency model asks about a request's rows. noise: see `ModelledDevice`."""
+        self._latency, self._trainers, self._progress_of = latency, trainers, progress_of
         self._noise, self._random = noise, Random(seed)
 
     def with_noise(self, seconds: float) -> float:
@@ -112,7 +112,7 @@ class StepTimer:
 
     def _update_s(self, update: Update) -> float:
         counts = self._trainers[update.job].opened.counts
-        return self._latency.update_s(JobView("", "update", 0, 0, 0, 0.0, counts))
+        return self._latency.update_s(counts)
 
     def _backward(self, batch: StepBatch, start_s: float, speed: float, forward_end_s: float) -> _Work:
         """Tasklets from a moment of the step on, until the time limit, at a pace that noise gives.
@@ -166,7 +166,7 @@ class StepTimer:
         load = ForwardLoad()
         for rows in batch.requests:
             if rows.tokens:
-                load.add_request(self._request_view(rows), len(rows.tokens))
+                load.add_request(self._progress_of(rows), len(rows.tokens))
         for window in batch.windows:
             trainer = self._trainers[window.job]
             self._latency.add_window(load, trainer.view, window.num_rows)

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from coserve.scheduling.attainment import RecentNeed, Taken, TakenTime, taken_of
-from coserve.scheduling.plan import NeedView, Plan
+from coserve.scheduling.plan import NeedView, Plan, Prediction
 
 
 def test_who_comes_within_a_step_waits_for_the_rest_of_it():
@@ -23,7 +23,7 @@ def test_a_step_may_take_no_time_and_who_comes_before_it_waits_for_all_of_it():
 
 
 def test_what_jobs_took_and_what_the_machine_did():
-    plan = Plan(forward_s=0.1, window_s=0.02, forward_correction=2.0)
+    plan = Plan(prediction=Prediction(forward_s=0.1, window_s=0.02, forward_correction=2.0))
     assert taken_of(plan, step_s=0.3, forward_s=0.1) == pytest.approx((0.22, 0.04))
     assert taken_of(plan, step_s=1.8, forward_s=1.8) == pytest.approx((0.36, 1.44 - 0.04))
     assert taken_of(Plan(), step_s=0.3, forward_s=0.0) == (0.3, 0.0)
@@ -37,7 +37,7 @@ def needs(slowness: list[float], *, decode_s: float = 0.04, tpot_s: float = 0.1,
     for times in slowness:
         start_s, before = now_s, time.total
         for _ in range(steps):
-            plan = Plan(forward_s=decode_s, decode_share=decode_s / tpot_s)
+            plan = Plan(prediction=Prediction(forward_s=decode_s, decode_share=decode_s / tpot_s))
             ended_s = now_s + times * decode_s
             taken = taken_of(plan, step_s=ended_s - now_s, forward_s=ended_s - now_s)
             time.add(taken, started_s=now_s, ended_s=ended_s)
@@ -74,7 +74,7 @@ def test_what_99_of_100_need_is_known_after_some_hundred_requests_or_two_minutes
 
 def test_one_step_that_was_held_up_is_nobodys_need():
     need = RecentNeed()
-    plan = Plan(forward_s=0.4, prefill_s=0.4)
+    plan = Plan(prediction=Prediction(forward_s=0.4, prefill_s=0.4))
     taken = taken_of(plan, step_s=4.0, forward_s=4.0)
     need.add_step(plan, taken, started_s=0.0, ended_s=4.0)
     need.add_first_token(4.0, (4.0 - sum(taken)) / 2.0)
@@ -88,7 +88,7 @@ def test_a_profile_that_is_wrong_does_not_matter():
 
 
 def test_a_clock_that_stands_still_is_no_infinitely_fast_device():
-    need, plan = RecentNeed(), Plan(forward_s=0.1, decode_share=0.5)
+    need, plan = RecentNeed(), Plan(prediction=Prediction(forward_s=0.1, decode_share=0.5))
     for _ in range(2000):
         need.add_step(plan, taken_of(plan, step_s=0.0, forward_s=0.0), started_s=1.0, ended_s=1.0)
     need.add_end(1.0, 0.5)

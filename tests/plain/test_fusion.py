@@ -6,8 +6,9 @@ from itertools import combinations, pairwise
 from random import Random
 
 import pytest
+from progress import make_job
 
-from coserve.scheduling import JobView, LatencyModel, Plan, PlannedTasklets, View, make_policy
+from coserve.scheduling import JobProgress, LatencyModel, Plan, PlannedTasklets, View, make_policy
 from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.fusion import hybrid_tasks, joined_tasklets
 from coserve.scheduling.profile import Curve, Profile
@@ -49,15 +50,23 @@ FLAT = latency(1.0, 1.0, 1.0, 16.0)  # up to 256 rows cost as much as one
 STRAIGHT = latency(1 / 64, 1.0, 4.0, 64.0)
 
 
-def job(id: str, phase: str = "backward", rows: int = 64, left: int | None = None, parts_left: int = 4) -> JobView:
-    return JobView(id, phase, rows, rows if left is None else left, parts_left, 32.0, COUNTS)  # type: ignore[arg-type]
+def job(id: str, phase: str = "backward", rows: int = 64, left: int | None = None, parts_left: int = 4) -> JobProgress:
+    return make_job(
+        id,
+        phase,
+        num_rows=rows,
+        num_rows_left=rows if left is None else left,
+        num_parts_left=parts_left,
+        mean_context_len=32.0,
+        counts=COUNTS,
+    )
 
 
 def groups_of(tasks: dict[str, int]) -> set[frozenset[str]]:
     return {frozenset(name for name in tasks if tasks[name] == number) for number in tasks.values()}
 
 
-def plan(policy: str, *jobs: JobView, by: LatencyModel = FLAT) -> Plan:
+def plan(policy: str, *jobs: JobProgress, by: LatencyModel = FLAT) -> Plan:
     return make_policy(policy).plan(View(now_s=1.0, jobs=jobs, ttft_s=1e6, tpot_s=1e5), by)
 
 
@@ -86,7 +95,7 @@ def test_no_other_partition_of_the_sorted_jobs_takes_less_time(seed):
     model = latency(*sorted(rng.uniform(0.5, 8) for _ in range(4)))
     ordered, max_rows = sorted(jobs, key=lambda each: each.num_rows), rng.choice((300, 1000, 10_000))
 
-    def seconds(group: Sequence[JobView]) -> float:
+    def seconds(group: Sequence[JobProgress]) -> float:
         num_rows = sum(each.num_rows for each in group)
         if len(group) > 1 and num_rows > max_rows:
             return float("inf")

@@ -2,7 +2,7 @@
 
 from coserve.devices.step_messages import PackSums
 from coserve.engine.jobs.checkpoint import JobPosition
-from coserve.engine.jobs.progress import Exchange, JobProgress, MemoryFailures
+from coserve.engine.jobs.progress import Exchange, MemoryFailures, TrainingProgress
 from coserve.tuning.early_stopping import BestEvaluation
 from coserve.tuning.order import PackMembers
 from coserve.tuning.shard import Combination, Shard, Synchronization
@@ -12,7 +12,7 @@ SECOND = FIRST._replace(first_row=10, num_rows=6, num_trained=5)
 SUMS = PackSums(loss=16.0, num_correct=4, num_trained=8)
 
 
-def after_one_step(progress: JobProgress) -> JobProgress:
+def after_one_step(progress: TrainingProgress) -> TrainingProgress:
     for _ in progress.packs:
         progress = progress.after_pack(SUMS)
     return progress.after_update(was_finite=True, error=None)
@@ -31,7 +31,7 @@ def exchange(synchronization: Synchronization, *, every_steps: int = 1) -> Excha
 
 
 def test_the_step_is_due_when_all_of_its_packs_are_done():
-    progress = JobProgress(packs=(FIRST, SECOND))
+    progress = TrainingProgress(packs=(FIRST, SECOND))
     progress = progress.after_pack(SUMS)
     assert not progress.update_due and progress.packs == (SECOND,)
     progress = progress.after_pack(SUMS)
@@ -40,27 +40,27 @@ def test_the_step_is_due_when_all_of_its_packs_are_done():
 
 
 def test_a_step_leaves_what_follows_from_it_due():
-    progress = after_one_step(JobProgress(packs=(FIRST,)))
+    progress = after_one_step(TrainingProgress(packs=(FIRST,)))
     assert (progress.stage, progress.update_due, progress.num_steps_done) == ("after_step", False, 1)
     assert progress.num_tokens_at_step == 10 and progress.sums.num_trained == 0
 
 
 def test_a_value_that_was_replaced_stays_as_it_was():
-    first = JobProgress(packs=(FIRST, SECOND)).after_pack(SUMS)
+    first = TrainingProgress(packs=(FIRST, SECOND)).after_pack(SUMS)
     first.after_pack(SUMS)
     assert (first.sums.loss, first.packs) == (16.0, (SECOND,))
 
 
 def test_what_a_reference_measures_is_not_trained():
     reference = FIRST._replace(is_reference=True)
-    progress = JobProgress(packs=(reference, FIRST))
+    progress = TrainingProgress(packs=(reference, FIRST))
     assert progress.measures
     progress = progress.after_pack(SUMS)
     assert not progress.measures and (progress.num_tokens_trained, progress.sums.num_trained) == (0, 0)
 
 
 def test_an_evaluation_ends_with_its_last_pack_and_trains_nothing():
-    progress = after_one_step(JobProgress(packs=(FIRST,))).evaluating((FIRST, SECOND))
+    progress = after_one_step(TrainingProgress(packs=(FIRST,))).evaluating((FIRST, SECOND))
     assert progress.measures and not progress.evaluation_is_done
     progress = progress.after_pack(SUMS)
     assert progress.stage == "evaluation"
@@ -71,37 +71,37 @@ def test_an_evaluation_ends_with_its_last_pack_and_trains_nothing():
 
 
 def test_a_job_that_has_succeeded_has_nothing_left_to_measure():
-    progress = after_one_step(JobProgress(packs=(FIRST,)))
+    progress = after_one_step(TrainingProgress(packs=(FIRST,)))
     assert not progress.evaluation_is_done
     assert progress.ended("succeeded", None).evaluation_is_done
     assert not progress.ended("cancelled", None).evaluation_is_done
 
 
 def test_a_pack_that_is_dropped_is_the_next_one_still():
-    progress = JobProgress(packs=(FIRST,)).after_rows(7.0, now_s=1.0).after_drop()
+    progress = TrainingProgress(packs=(FIRST,)).after_rows(7.0, now_s=1.0).after_drop()
     assert (progress.packs, progress.num_drops, progress.num_rows_run) == ((FIRST,), 1, 7.0)
     assert progress.after_rows(7.0, now_s=2.0).num_rows_run == 14.0, "its rows are run again, and count again"
 
 
 def test_gradients_are_contributed_before_the_step_and_once():
-    progress = JobProgress(packs=(FIRST,), exchange=exchange("synchronous"))
+    progress = TrainingProgress(packs=(FIRST,), exchange=exchange("synchronous"))
     assert not progress.contribution_due
     progress = progress.after_pack(SUMS)
     assert progress.contribution_due and not progress.update_due
     assert progress.exchange is not None
-    waiting = JobProgress(exchange=progress.exchange.begin(0), sums=progress.sums)
+    waiting = TrainingProgress(exchange=progress.exchange.begin(0), sums=progress.sums)
     assert not waiting.contribution_due and not waiting.update_due
     assert waiting.exchange is not None
     combination = Combination(directories=("a", "b"), num_trained=20)
     combined = waiting.exchange.arrive(combination).end(combination, None)
-    ready = JobProgress(exchange=combined, sums=progress.sums)
+    ready = TrainingProgress(exchange=combined, sums=progress.sums)
     assert ready.update_due and ready.num_trained == 20 and not ready.contribution_due
     after = ready.after_update(was_finite=True, error=None)
     assert after.exchange is not None and after.exchange.num_trained is None
 
 
 def test_progress_is_contributed_after_the_step_and_once():
-    progress = after_one_step(JobProgress(packs=(FIRST,), exchange=exchange("local-sgd", every_steps=2)))
+    progress = after_one_step(TrainingProgress(packs=(FIRST,), exchange=exchange("local-sgd", every_steps=2)))
     assert not progress.contribution_due, "it is due after every second step"
     progress = after_one_step(progress.starting_step((FIRST,)))
     assert progress.contribution_due and progress.exchange is not None
@@ -121,7 +121,7 @@ def test_a_job_resumes_with_what_follows_from_its_last_step_and_contributes_noth
         num_examples=2,
         num_tokens=16,
     )
-    progress = JobProgress(packs=(FIRST,), exchange=exchange("local-sgd")).resumed_from(position)
+    progress = TrainingProgress(packs=(FIRST,), exchange=exchange("local-sgd")).resumed_from(position)
     assert (progress.stage, progress.packs, progress.evaluation_is_done) == ("after_step", (), True)
     assert not progress.contribution_due
 

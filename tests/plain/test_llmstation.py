@@ -4,11 +4,12 @@ from math import ceil
 
 import pytest
 from profiles import flat, free_but_for
+from progress import make_job, make_request
 
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.history import History, StepView
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import JobView, Partition, Plan, RequestView, View
+from coserve.scheduling.plan import Partition, Plan, View
 from coserve.scheduling.policies import make_policy
 from coserve.scheduling.policies.llmstation import most_beside
 from coserve.scheduling.sharing import Share, Sharing
@@ -43,8 +44,20 @@ def latency(*units: int, tasklet_s: float = TASKLET_S) -> LatencyModel:
 def view(slo_s: float, history: History | None = None) -> View:
     """A request that decodes beside a job that goes backward."""
     tpot_s = slo_s / 0.99  # what policies aim at
-    request = RequestView("r", 1, 300, 5, 0.0, 1.0, 1.9, 5.0, tpot_s)
-    job = JobView("j", "backward", 256, 256, PARTS, 128.0, COUNTS)
+    request = make_request(
+        "r",
+        num_rows=1,
+        num_past=300,
+        num_output=5,
+        arrival_s=0.0,
+        first_token_s=1.0,
+        last_token_s=1.9,
+        ttft_s=5.0,
+        tpot_s=tpot_s,
+    )
+    job = make_job(
+        "j", "backward", num_rows=256, num_rows_left=256, num_parts_left=PARTS, mean_context_len=128.0, counts=COUNTS
+    )
     return View(now_s=2.0, requests=(request,), jobs=(job,), tpot_s=tpot_s, num_units=4, history=history)
 
 

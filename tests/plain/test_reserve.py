@@ -4,10 +4,11 @@ is begun when others leave the device time for it.
 
 import pytest
 from msgspec import structs
+from progress import make_job, make_request
 
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.memory import ENOUGH_PACK_ROWS, SPARE_PAGES, MemoryPlan
-from coserve.scheduling.plan import JobPhase, JobView, RequestView, View
+from coserve.scheduling.plan import JobPhase, JobProgress, View
 
 BLOCK, PACK_PAGES, NUM_REQUESTS, TPOT_S = 16, 10, 3, 0.05
 COUNTS = JobCounts(
@@ -22,13 +23,36 @@ COUNTS = JobCounts(
 
 def is_begun(num_free_pages: int, *, give_back_s: float, num_left: int = 10_000) -> bool:
     requests = tuple(
-        RequestView(f"r{i}", 1, 100, 50, 0.0, 1.0, 3.0, 2.0, TPOT_S, num_left=num_left) for i in range(NUM_REQUESTS)
+        make_request(
+            f"r{i}",
+            num_rows=1,
+            num_past=100,
+            num_output=50,
+            arrival_s=0.0,
+            first_token_s=1.0,
+            last_token_s=3.0,
+            ttft_s=2.0,
+            tpot_s=TPOT_S,
+            num_left=num_left,
+        )
+        for i in range(NUM_REQUESTS)
     )
     plan = MemoryPlan(
         View(
             now_s=3.0,
             requests=requests,
-            jobs=(JobView("job", "pack", 100, 100, 1, 10.0, COUNTS, num_pages=PACK_PAGES),),
+            jobs=(
+                make_job(
+                    "job",
+                    "pack",
+                    num_rows=100,
+                    num_rows_left=100,
+                    num_parts_left=1,
+                    mean_context_len=10.0,
+                    counts=COUNTS,
+                    num_pages=PACK_PAGES,
+                ),
+            ),
             num_free_pages=num_free_pages,
             block_tokens=BLOCK,
             give_back_s=give_back_s,
@@ -53,14 +77,23 @@ def test_no_request_has_more_reserved_than_it_has_left():
     assert is_begun(PACK_PAGES + NUM_REQUESTS * 2, give_back_s=30.0, num_left=2 * BLOCK)
 
 
-def begun(*jobs: JobView) -> list[str]:
+def begun(*jobs: JobProgress) -> list[str]:
     plan = MemoryPlan(View(now_s=0.0, jobs=jobs, num_free_pages=10_000, block_tokens=BLOCK, tpot_s=TPOT_S))
     plan.begin_packs()
     return plan.begin
 
 
-def job(name: str, num_rows: int, phase: JobPhase = "pack") -> JobView:
-    return JobView(name, phase, num_rows, num_rows, 1, 10.0, COUNTS, num_pages=PACK_PAGES)
+def job(name: str, num_rows: int, phase: JobPhase = "pack") -> JobProgress:
+    return make_job(
+        name,
+        phase,
+        num_rows=num_rows,
+        num_rows_left=num_rows,
+        num_parts_left=1,
+        mean_context_len=10.0,
+        counts=COUNTS,
+        num_pages=PACK_PAGES,
+    )
 
 
 def test_no_more_packs_are_in_memory_than_fill_the_device():

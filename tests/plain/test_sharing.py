@@ -15,7 +15,7 @@ from coserve.engine.step_batch import observe
 from coserve.scheduling.attainment import taken_of
 from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import Partition, Plan, PlannedRows, PlannedTasklets
+from coserve.scheduling.plan import Partition, Plan, PlannedRows, PlannedTasklets, Prediction
 from coserve.scheduling.profile import Curve, Profile
 from coserve.scheduling.sharing import Share, Sharing, SharingModel
 
@@ -128,10 +128,10 @@ def test_what_was_measured_comes_back_from_json():
 
 
 def test_what_runs_beside_the_forward_pass_takes_no_time_of_its_own():
-    made = Plan(forward_s=0.06, loss_s=0.02, backward_s=0.08, update_s=0.01)
-    assert made.predicted_s == pytest.approx(0.17)
-    made = structs.replace(made, partition=HALVES, forward_speed=0.6, backward_speed=0.5)
-    assert made.predicted_s == pytest.approx(0.1 + (0.1 - 0.05) + 0.01)
+    made = Prediction(forward_s=0.06, loss_s=0.02, backward_s=0.08, update_s=0.01)
+    assert made.step_s == pytest.approx(0.17)
+    made = structs.replace(made, forward_speed=0.6, backward_speed=0.5)
+    assert made.step_s == pytest.approx(0.1 + (0.1 - 0.05) + 0.01)
     assert made.seconds_with(0.0) == pytest.approx(0.1 + 0.01)
 
 
@@ -156,15 +156,12 @@ def latency() -> LatencyModel:
     return LatencyModel(profile)
 
 
+PREDICTION = Prediction(forward_s=0.06, backward_s=0.12, window_s=0.0, forward_speed=0.6, backward_speed=0.5)
 PLANNED = Plan(
     rows=(PlannedRows("r", "decode", 9, 1),),
     tasklets=(PlannedTasklets("j", 256, 4),),
     partition=HALVES,
-    forward_s=0.06,
-    backward_s=0.12,
-    window_s=0.0,
-    forward_speed=0.6,
-    backward_speed=0.5,
+    prediction=PREDICTION,
 )
 
 
@@ -190,7 +187,11 @@ def test_speeds_stay_what_steps_reach_though_plans_ask_for_other_rows_than_steps
     model = latency()
     for asked, run in 200 * ((3000, 700), (700, 3000)):
         _, predicted = model.sharing.speeds(HALVES, forward_rows=1, tasklet_rows=asked)
-        plan = structs.replace(PLANNED, tasklets=(PlannedTasklets("j", run, 1),), backward_speed=predicted)
+        plan = structs.replace(
+            PLANNED,
+            tasklets=(PlannedTasklets("j", run, 1),),
+            prediction=structs.replace(PREDICTION, backward_speed=predicted),
+        )
         ran = {"j": 1}
         result = StepResult(step=0, num_tasklets=ran, num_beside=ran, forward_s=0.3, beside_s=0.3)
         observe(model, plan, result, [], step_s=0.3)
@@ -199,9 +200,11 @@ def test_speeds_stay_what_steps_reach_though_plans_ask_for_other_rows_than_steps
 
 
 def test_jobs_took_all_but_what_requests_needed_of_the_whole_device():
-    made = structs.replace(PLANNED, window_s=0.02)
+    prediction = structs.replace(PREDICTION, window_s=0.02)
+    made = structs.replace(PLANNED, prediction=prediction)
     assert taken_of(made, step_s=0.2, forward_s=0.1).jobs_s == pytest.approx(0.2 - 0.1 * 0.6 * 2 / 3)
-    turns = structs.replace(made, partition=None, forward_speed=1.0, backward_speed=0.0)
+    whole = structs.replace(prediction, forward_speed=1.0, backward_speed=0.0)
+    turns = structs.replace(made, partition=None, prediction=whole)
     assert taken_of(turns, step_s=0.2, forward_s=0.06).jobs_s == pytest.approx(0.14 + 0.02)
 
 

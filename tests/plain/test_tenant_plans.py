@@ -162,4 +162,4 @@ def test_a_step_of_jobs_of_several_tenants_is_as_short_as_of_one_where_requests_
         jobs = tuple([job(f"j{name}", name) for name in tenants])
         steps.append(plan(tenants, jobs=jobs, need=need))
     one, two = steps
-    assert 0 < two.backward_s <= one.backward_s + 0.01
+    assert 0 < two.prediction.backward_s <= one.prediction.backward_s + 0.01

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 from profiles import free_but_for
+from progress import make_job
 
-from coserve.scheduling import JobView, LatencyModel, View, make_policy
+from coserve.scheduling import LatencyModel, View, make_policy
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.profile import Curve
 
@@ -24,7 +25,9 @@ PROFILE = free_but_for(COUNTS, head=CHEAP, loss=CHEAP, backward=CHEAP, update_s=
 def window_rows(policy: str, *seconds: float) -> list[int]:
     """Of the first step of a job of 1,024 rows; seconds: of a forward pass of 1, 128, 256, 512 and 1,024 rows."""
     forward = Curve(rows=(1, 128, 256, 512, 1024), seconds=seconds)
-    job = JobView("job", "forward", 1024, 1024, 4, 32.0, COUNTS)
+    job = make_job(
+        "job", "forward", num_rows=1024, num_rows_left=1024, num_parts_left=4, mean_context_len=32.0, counts=COUNTS
+    )
     view = View(now_s=1.0, jobs=(job,), ttft_s=1e6, tpot_s=1e5)
     plan = make_policy(policy).plan(view, LatencyModel(replace(PROFILE, forward=forward)))
     return [rows.rows for rows in plan.rows if rows.kind == "window"]

@@ -30,7 +30,7 @@ def handles(world: World) -> None:
 def counters(world: World) -> None:
     """Tenants queue while a request of theirs waits, or a job runs."""
     engine = world.engine
-    queued = {request.tenant for request in engine.requests.waiting.values()}
+    queued = {request.info.tenant for request in engine.requests.waiting.values()}
     queued |= {job.tenant for job in engine.jobs.values() if job.state == "running"}
     assert {tenant.name for tenant in engine.counters.views()} == queued
 

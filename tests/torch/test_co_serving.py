@@ -258,7 +258,7 @@ def spread_and_bound(
         if tunes:
             submit(engine, length=64, tenant=tenant, pack_tokens=PACK_TOKENS)
     served = [[engine.counters.served(tenant) for tenant in tenants]]
-    while {request.tenant for request in engine.requests.waiting.values()} == set(tenants):
+    while {request.info.tenant for request in engine.requests.waiting.values()} == set(tenants):
         engine.step()
         served.append([engine.counters.served(tenant) for tenant in tenants])
     gaps = [

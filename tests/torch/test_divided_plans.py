@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from progress import make_job, make_request
 
 from coserve.adapters import LoraConfig
 from coserve.engine.config import EngineConfig
 from coserve.engine.token_engine import TokenEngine
 from coserve.models import load_backbone
-from coserve.scheduling import JobView, LatencyModel, Plan, RequestView, View, make_policy
+from coserve.scheduling import JobProgress, LatencyModel, Plan, RequestProgress, View, make_policy
 from coserve.scheduling.deadlines import due_at_s
 from coserve.scheduling.policies.slack import Slack
 from coserve.scheduling.profile import Profile
@@ -44,20 +45,38 @@ def make_latency(*speeds: float, margin: float = 0.1) -> LatencyModel:
     return latency
 
 
-def decoding(id: str = "r", *, tpot_s: float = 0.2, banked_s: float = 0.6) -> RequestView:
+def decoding(id: str = "r", *, tpot_s: float = 0.2, banked_s: float = 0.6) -> RequestProgress:
     first_s = 10.0 - 20 * tpot_s + banked_s
-    return RequestView(id, 1, 300, 20, 0.0, first_s, 10.0, 2.0, tpot_s)
+    return make_request(
+        id,
+        num_rows=1,
+        num_past=300,
+        num_output=20,
+        arrival_s=0.0,
+        first_token_s=first_s,
+        last_token_s=10.0,
+        ttft_s=2.0,
+        tpot_s=tpot_s,
+    )
 
 
-def job(id: str = "j", phase: str = "backward", *, rows: int = 512, left: int = 512, parts: int = 20) -> JobView:
-    return JobView(id, phase, rows, left, parts, 128.0, make_profile().job)  # type: ignore[arg-type]
+def job(id: str = "j", phase: str = "backward", *, rows: int = 512, left: int = 512, parts: int = 20) -> JobProgress:
+    return make_job(
+        id,
+        phase,
+        num_rows=rows,
+        num_rows_left=left,
+        num_parts_left=parts,
+        mean_context_len=128.0,
+        counts=make_profile().job,
+    )
 
 
-def view(*items: RequestView | JobView, num_units: int = 2) -> View:
+def view(*items: RequestProgress | JobProgress, num_units: int = 2) -> View:
     return View(
         now_s=10.0,
-        requests=tuple([item for item in items if isinstance(item, RequestView)]),
-        jobs=tuple([item for item in items if isinstance(item, JobView)]),
+        requests=tuple([item for item in items if isinstance(item, RequestProgress)]),
+        jobs=tuple([item for item in items if isinstance(item, JobProgress)]),
         ttft_s=4.0,
         tpot_s=0.2,
         num_units=num_units,
@@ -72,9 +91,9 @@ def test_tasklets_run_beside_the_forward_pass_where_more_gets_done():
     seen = view(decoding(), job())
     made, turns = plan(seen), plan(seen, divides=False)
     assert made.partition == (1, 1, False) and turns.partition is None
-    assert (made.forward_speed, made.backward_speed) == (0.6, 0.56)
-    assert made.backward_s >= turns.backward_s > 0
-    assert made.backward_s / made.predicted_s > turns.backward_s / turns.predicted_s
+    assert (made.prediction.forward_speed, made.prediction.backward_speed) == (0.6, 0.56)
+    assert made.prediction.backward_s >= turns.prediction.backward_s > 0
+    assert made.prediction.backward_s / made.predicted_s > turns.prediction.backward_s / turns.predicted_s
 
 
 @pytest.mark.parametrize(
@@ -106,10 +125,10 @@ def test_where_the_best_partition_is_too_slow_for_requests_the_best_of_the_other
     chosen = []
     for stretch in (3.0, 2.0, 1.05):
         request = decoding(tpot_s=stretch * decode_s, banked_s=stretch * decode_s)
-        made = plan(structs.replace(view(request, job(parts=200), num_units=4), tpot_s=request.tpot_s), latency)
+        made = plan(structs.replace(view(request, job(parts=200), num_units=4), tpot_s=request.info.tpot_s), latency)
         chosen.append(None if made.partition is None else made.partition.forward_units)
         if made.partition is not None:
-            assert decode_s / made.forward_speed <= request.tpot_s
+            assert decode_s / made.prediction.forward_speed <= request.info.tpot_s
     assert chosen == [2, 3, None]
 
 
@@ -122,11 +141,11 @@ def test_what_steps_were_slower_at_is_not_chosen_again():
     assert plan(view(decoding(), job()), latency).partition is None
 
 
-def due_beside_jobs_s(request: RequestView) -> float:
+def due_beside_jobs_s(request: RequestProgress) -> float:
     """Until when jobs may keep it waiting: so that a reserve is left, or for a token at the pace of its SLO."""
     reserved_s = due_at_s(request, max_gap_tpots=SLACK.max_gap_tpots, reserve_tpots=SLACK.reserve_tpots)
     due_s = due_at_s(request, max_gap_tpots=SLACK.max_gap_tpots)
-    return max(reserved_s, min(request.last_token_s + request.tpot_s, due_s))
+    return max(reserved_s, min(request.last_token_s + request.info.tpot_s, due_s))
 
 
 @pytest.mark.long
@@ -148,18 +167,24 @@ def test_deadlines_are_held_and_units_are_not_given_twice(rng: Random):
     seen = view(*requests, *jobs)
     made = plan(seen, latency)
     if made.partition is None:
-        assert made.predicted_s == pytest.approx(made.forward_s + made.loss_s + made.backward_s + made.update_s)
+        assert made.predicted_s == pytest.approx(
+            made.prediction.forward_s + made.prediction.loss_s + made.prediction.backward_s + made.prediction.update_s
+        )
         return
     assert made.partition.forward_units + made.partition.backward_units <= seen.num_units
-    assert made.forward_speed + made.backward_speed > 1 and made.tasklets and not made.losses
+    assert made.prediction.forward_speed + made.prediction.backward_speed > 1 and made.tasklets and not made.losses
     assert all(rows.kind != "window" for rows in made.rows)
     late = 1 + latency.corrections.margin
     deadline_s = (
-        min([due_s for due_s in map(due_beside_jobs_s, requests) if due_s >= 10.0 + made.forward_s], default=1e9) - 10.0
+        min(
+            [due_s for due_s in map(due_beside_jobs_s, requests) if due_s >= 10.0 + made.prediction.forward_s],
+            default=1e9,
+        )
+        - 10.0
     )
-    forward_s = made.forward_s / made.forward_speed
-    left_s = max(0.0, made.backward_s - made.backward_speed * forward_s)
-    assert (forward_s + made.update_s) * late + left_s <= deadline_s + EPSILON
+    forward_s = made.prediction.forward_s / made.prediction.forward_speed
+    left_s = max(0.0, made.prediction.backward_s - made.prediction.backward_speed * forward_s)
+    assert (forward_s + made.prediction.update_s) * late + left_s <= deadline_s + EPSILON
     assert made.backward_limit_s is not None and made.backward_limit_s <= deadline_s + EPSILON
 
 

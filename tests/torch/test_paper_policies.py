@@ -6,6 +6,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import pytest
+from progress import make_job, make_request
 
 from coserve.adapters import LoraConfig
 from coserve.engine.config import EngineConfig
@@ -14,7 +15,7 @@ from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.history import StepView
 from coserve.scheduling.latency import ForwardLoad
-from coserve.scheduling.plan import JobView, Plan, PlannedRows, RequestView, View
+from coserve.scheduling.plan import Plan, PlannedRows, View
 from coserve.scheduling.policies import make_policy
 from coserve.scheduling.policies.dynamic_temporal_sharing import Switching, interval_at
 from coserve.scheduling.policies.harli import predictor
@@ -233,8 +234,29 @@ def test_a_partition_that_follows_the_load_trains_more_than_a_fixed_one_and_hold
 
 def divided(policy: str, num_requests: int, *, phase: str = "backward", tpot_s: float = 0.06) -> Plan:
     """What a policy plans for requests that decode and a job, on a device of ten units."""
-    requests = [RequestView(f"r{i}", 1, 300, 5, 0.0, 1.0, 1.9, 5.0, tpot_s) for i in range(num_requests)]
-    job = JobView("j", phase, 1024, 1024, 24, 128.0, _profile(10).job)  # type: ignore[arg-type]
+    requests = [
+        make_request(
+            f"r{i}",
+            num_rows=1,
+            num_past=300,
+            num_output=5,
+            arrival_s=0.0,
+            first_token_s=1.0,
+            last_token_s=1.9,
+            ttft_s=5.0,
+            tpot_s=tpot_s,
+        )
+        for i in range(num_requests)
+    ]
+    job = make_job(
+        "j",
+        phase,
+        num_rows=1024,
+        num_rows_left=1024,
+        num_parts_left=24,
+        mean_context_len=128.0,
+        counts=_profile(10).job,
+    )
     seen = View(now_s=2.0, requests=tuple(requests), jobs=(job,), tpot_s=tpot_s, num_units=10)
     return make_policy(policy).plan(seen, LatencyModel(_profile(10)))
 
@@ -246,7 +268,7 @@ def test_harli_gives_decoding_the_units_that_just_keep_the_slo():
         assert made.partition is not None and made.partition.forward_units + made.partition.backward_units == 10
         latency = LatencyModel(_profile(10))
         took = [
-            made.forward_s / latency.sharing.speeds(each, forward_rows=number, tasklet_rows=1024)[0]
+            made.prediction.forward_s / latency.sharing.speeds(each, forward_rows=number, tasklet_rows=1024)[0]
             for each in latency.sharing.partitions
         ]
         allowed = [each for each, seconds in zip(latency.sharing.partitions, took, strict=True) if seconds <= 0.06]
@@ -261,8 +283,27 @@ def test_harli_trains_beside_decode_steps_that_are_over_before_a_jobs_smallest_p
     profile = roofline_profile(_backbone(), replace(DEVICE, flops_per_s=2e11, num_units=2))
     made = []
     for waited_s in (0.05, 1.0):
-        job = JobView("j", "forward", 1024, 1024, 24, 128.0, profile.job, waited_s=waited_s)
-        request = RequestView("r", 1, 300, 5, 0.0, 1.0, 1.9, 5.0, 0.3)
+        job = make_job(
+            "j",
+            "forward",
+            num_rows=1024,
+            num_rows_left=1024,
+            num_parts_left=24,
+            mean_context_len=128.0,
+            counts=profile.job,
+            waited_s=waited_s,
+        )
+        request = make_request(
+            "r",
+            num_rows=1,
+            num_past=300,
+            num_output=5,
+            arrival_s=0.0,
+            first_token_s=1.0,
+            last_token_s=1.9,
+            ttft_s=5.0,
+            tpot_s=0.3,
+        )
         seen = View(now_s=2.0, requests=(request,), jobs=(job,), tpot_s=0.3, num_units=2)
         made.append(make_policy("harli").plan(seen, LatencyModel(profile)))
     assert not made[0].moved_jobs and made[1].moved_jobs == ("j",) and made[1].predicted_s <= 0.3
@@ -294,9 +335,37 @@ def test_llmstation_trains_where_deferred_batching_cannot_and_holds_slos():
 
 def test_tuning_is_suspended_while_long_prompts_are_prefilled():
     for rows, tunes in ((400, False), (40, True)):
-        prompt = RequestView("p", rows, 0, 0, 1.9, None, 1.9, 5.0, 0.3)
-        decoding = RequestView("r", 1, 300, 5, 0.0, 1.0, 1.9, 5.0, 0.3)
-        job = JobView("j", "forward", 1024, 1024, 24, 128.0, _profile().job)
+        prompt = make_request(
+            "p",
+            num_rows=rows,
+            num_past=0,
+            num_output=0,
+            arrival_s=1.9,
+            first_token_s=None,
+            last_token_s=1.9,
+            ttft_s=5.0,
+            tpot_s=0.3,
+        )
+        decoding = make_request(
+            "r",
+            num_rows=1,
+            num_past=300,
+            num_output=5,
+            arrival_s=0.0,
+            first_token_s=1.0,
+            last_token_s=1.9,
+            ttft_s=5.0,
+            tpot_s=0.3,
+        )
+        job = make_job(
+            "j",
+            "forward",
+            num_rows=1024,
+            num_rows_left=1024,
+            num_parts_left=24,
+            mean_context_len=128.0,
+            counts=_profile().job,
+        )
         seen = View(now_s=2.0, requests=(decoding, prompt), jobs=(job,), tpot_s=0.3)
         made = make_policy("llmstation").plan(seen, LatencyModel(_profile()))
         kinds = {planned.kind: planned.rows for planned in made.rows}
@@ -312,7 +381,15 @@ def test_the_linear_model_tells_communication_from_computation_and_memory_access
     for num_ranks in (1, 2):
         backbone = on_ranks(_backbone(), num_ranks)
         latency = LatencyModel(roofline_profile(backbone, hardware))
-        job = JobView("j", "backward", 512, 512, 24, 0.0, latency.profile.job)
+        job = make_job(
+            "j",
+            "backward",
+            num_rows=512,
+            num_rows_left=512,
+            num_parts_left=24,
+            mean_context_len=0.0,
+            counts=latency.profile.job,
+        )
         forward, tasklet = forward_work(load, latency), tasklet_work(job, 64, latency)
         num_layers, is_divided = backbone.architecture.num_layers, num_ranks > 1
         # Two sums a block, and that of the embedding, whose table is the head and divided.

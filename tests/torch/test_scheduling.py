@@ -13,6 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from progress import changed, make_job, make_request
 from support import make_backbone
 
 from coserve.adapters import Adapter, LoraConfig
@@ -21,7 +22,7 @@ from coserve.devices.step_messages import Tasklets
 from coserve.devices.tasklet_turns import tasklet_turns
 from coserve.models import Backbone, load_backbone
 from coserve.models.weights import weight_tensors
-from coserve.scheduling import JobView, LatencyModel, Plan, RequestView, View, make_policy, policy_names
+from coserve.scheduling import JobProgress, LatencyModel, Plan, RequestProgress, View, make_policy, policy_names
 from coserve.scheduling.building import GOOD_ROWS, LEAST_WINDOW_ROWS, LOSS_ROWS_STEP, PlanBuilder
 from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.counts import JobCounts
@@ -83,34 +84,65 @@ def make_latency(
     return latency
 
 
-def decoding(id: str = "r", **fields: float | None) -> RequestView:
+def decoding(id: str = "r", **fields: float | None) -> RequestProgress:
     """A request that decodes, at 10 s: ten tokens since 8 s, one every 0.2 s, of which 0.4 s may be taken."""
-    view = RequestView(id, 1, 100, 10, 5.0, 8.0, 9.9, 2.0, 0.4)
-    return structs.replace(view, **fields)
+    view = make_request(
+        id,
+        num_rows=1,
+        num_past=100,
+        num_output=10,
+        arrival_s=5.0,
+        first_token_s=8.0,
+        last_token_s=9.9,
+        ttft_s=2.0,
+        tpot_s=0.4,
+    )
+    return changed(view, **fields)
 
 
-def prompt(id: str = "p", rows: int = 200, **fields: float) -> RequestView:
+def prompt(id: str = "p", rows: int = 200, **fields: float) -> RequestProgress:
     """A request that has just come, at 10 s."""
-    return structs.replace(RequestView(id, rows, 0, 0, 10.0, None, 10.0, 2.0, 0.4), **fields)
+    return changed(
+        make_request(
+            id,
+            num_rows=rows,
+            num_past=0,
+            num_output=0,
+            arrival_s=10.0,
+            first_token_s=None,
+            last_token_s=10.0,
+            ttft_s=2.0,
+            tpot_s=0.4,
+        ),
+        **fields,
+    )
 
 
 def job(
     id: str = "j", phase: str = "forward", rows: int = 1024, left: int | None = None, *, parts_left: int = 24
-) -> JobView:
+) -> JobProgress:
     left = rows if left is None else left
-    return JobView(id, phase, rows, left, parts_left, 128.0, make_profile().job)  # type: ignore[arg-type]
+    return make_job(
+        id,
+        phase,
+        num_rows=rows,
+        num_rows_left=left,
+        num_parts_left=parts_left,
+        mean_context_len=128.0,
+        counts=make_profile().job,
+    )
 
 
-def view(*items: RequestView | JobView, **fields: float) -> View:
+def view(*items: RequestProgress | JobProgress, **fields: float) -> View:
     return View(
         now_s=fields.pop("now_s", 10.0),
-        requests=tuple(item for item in items if isinstance(item, RequestView)),
-        jobs=tuple(item for item in items if isinstance(item, JobView)),
+        requests=tuple(item for item in items if isinstance(item, RequestProgress)),
+        jobs=tuple(item for item in items if isinstance(item, JobProgress)),
         **{"ttft_s": 2.0, "tpot_s": 0.4, **fields},  # type: ignore[arg-type]
     )
 
 
-def near(*items: RequestView) -> View:
+def near(*items: RequestProgress) -> View:
     """Requests that come near their TPOT by themselves."""
     return structs.replace(view(*items), need=NeedView(tpot=0.8))
 
@@ -135,7 +167,17 @@ def views(draw: st.DrawFn) -> View:
     tpot_s, ttft_s = rng.choice([0.05, 0.3, 1.0]), rng.choice([0.5, 2.0, 10.0])
     for index in range(rng.choice([0, 0, 1, 3, 20])):
         arrival_s = now_s - rng.uniform(0, 1.5 * ttft_s)
-        item = RequestView(f"r{index}", rng.randint(1, 600), 0, 0, arrival_s, None, arrival_s, ttft_s, tpot_s)
+        item = make_request(
+            f"r{index}",
+            num_rows=rng.randint(1, 600),
+            num_past=0,
+            num_output=0,
+            arrival_s=arrival_s,
+            first_token_s=None,
+            last_token_s=arrival_s,
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+        )
         if rng.random() < 0.7:
             num_output = rng.randint(1, 50)
             first_s = now_s - num_output * tpot_s * rng.uniform(0.3, 1.1)
@@ -145,7 +187,7 @@ def views(draw: st.DrawFn) -> View:
                 item, num_rows=1 if rng.random() < 0.9 else item.num_rows, num_past=rng.randint(1, 2000)
             )
         if rng.random() < 0.3:
-            item = structs.replace(item, version=f"v{rng.randint(0, 2)}", num_bypasses=168)
+            item = changed(item, version=f"v{rng.randint(0, 2)}", num_bypasses=168)
         requests.append(item)
     jobs = []
     near = rng.randint(2, 24)
@@ -227,9 +269,9 @@ def test_the_same_view_gives_the_same_plan_and_stays_as_it_was(policy, seen, har
     assert seen == before
 
 
-def cursor_of(item: JobView) -> Cursor:
+def cursor_of(item: JobProgress) -> Cursor:
     """Where a job's pack is on its way backward."""
-    num_parts = item.counts.num_parts
+    num_parts = item.info.counts.num_parts
     cursor = Cursor(num_rows=item.num_rows, num_trained=1, num_parts=num_parts)
     cursor.advance_forward(item.num_rows)
     cursor.advance_loss(1)
@@ -262,11 +304,15 @@ def test_a_plan_says_what_it_takes(policy, seen, hardware):
             cursors[piece.job].advance_backward(end - start)
             windows.append((jobs[piece.job], end - start))
         backward_s += latency.tasklets_s(windows)
-    assert made.forward_s == pytest.approx(latency.forward_s(load))
-    assert made.backward_s == pytest.approx(backward_s)
-    assert made.loss_s == pytest.approx(latency.loss_s(sum(piece.rows for piece in made.losses)))
-    assert made.predicted_s == pytest.approx(made.forward_s + made.loss_s + made.backward_s + made.update_s)
-    assert made.update_s == pytest.approx(sum(latency.update_s(jobs[name]) for name in made.updates))
+    assert made.prediction.forward_s == pytest.approx(latency.forward_s(load))
+    assert made.prediction.backward_s == pytest.approx(backward_s)
+    assert made.prediction.loss_s == pytest.approx(latency.loss_s(sum(piece.rows for piece in made.losses)))
+    assert made.predicted_s == pytest.approx(
+        made.prediction.forward_s + made.prediction.loss_s + made.prediction.backward_s + made.prediction.update_s
+    )
+    assert made.prediction.update_s == pytest.approx(
+        sum(latency.update_s(jobs[name].info.counts) for name in made.updates)
+    )
 
 
 def test_no_policy_but_those_that_there_are():
@@ -311,14 +357,14 @@ def test_what_steps_take_beside_their_sections_is_taken_off_their_time(policy, o
     """A prompt that fills the SLO, where policies cut them: with the overhead the step takes no longer than without."""
     seen = view(decoding(), prompt(rows=2000))
     without, found = (plan(policy, seen, make_latency(overhead_s=seconds)) for seconds in (0.0, overhead_s))
-    assert found.overhead_s == pytest.approx(overhead_s, rel=1e-3)
+    assert found.prediction.overhead_s == pytest.approx(overhead_s, rel=1e-3)
     assert rows_of(found, "prefill")["p"] < rows_of(without, "prefill")["p"]
     assert found.predicted_s <= without.predicted_s + EPSILON
 
 
 @pytest.mark.parametrize("overhead_s", [0.0, 0.05])
 def test_batch_work_has_the_time_that_the_overhead_leaves(overhead_s):
-    batch = structs.replace(prompt("b", rows=5000), tpot_s=1000.0, ttft_s=1000.0, batch_due_s=1000.0)
+    batch = changed(prompt("b", rows=5000), tpot_s=1000.0, ttft_s=1000.0, batch_due_s=1000.0)
     seen = structs.replace(view(decoding(first_token_s=9.0, last_token_s=10.0)), batch=(batch,))
     without, found = (plan("slack", seen, make_latency(overhead_s=seconds)) for seconds in (0.0, overhead_s))
     assert rows_of(without, "prefill")["b"] >= rows_of(found, "prefill")["b"] >= 16
@@ -330,7 +376,7 @@ def test_where_a_pack_begins_jobs_have_less_time(policy):
     waiting = structs.replace(job("j", "forward"), phase="pack")
     seen = structs.replace(view(decoding(), waiting), num_free_pages=10_000, num_pages=10_000)
     without, found = (plan(policy, seen, make_latency(overhead_s=0.001, begin_s=begin_s)) for begin_s in (0.001, 0.05))
-    assert found.begin == ("j",) and found.overhead_s == pytest.approx(0.05, rel=1e-2)
+    assert found.begin == ("j",) and found.prediction.overhead_s == pytest.approx(0.05, rel=1e-2)
     if policy != "tuning-only":  # jobs alone have no SLO
         rows, fewer = (rows_of(made, "window")["j"] for made in (without, found))
         assert fewer < rows or policy == "spatial-sharing"  # a share of what requests take
@@ -352,7 +398,7 @@ def test_fine_tuning_ends_before_the_tightest_deadline_by_prediction(seen, hardw
     # Others may be lost causes; one that is due now is one, since its step has not begun.
     timely = [request for request in seen.requests if due_at_s(request) >= soonest_s and due_at_s(request) > seen.now_s]
     # A token at the pace of its SLO takes nothing of the bank.
-    paces_s = {r.id: inf if r.first_token_s is None else r.last_token_s + r.tpot_s for r in timely}
+    paces_s = {r.id: inf if r.first_token_s is None else r.last_token_s + r.info.tpot_s for r in timely}
     due_s = [max(due_at_s(r, RESERVE_TPOTS), min(due_at_s(r), paces_s[r.id])) for r in timely]
     assert made.predicted_s <= min(due_s, default=inf) - seen.now_s + EPSILON
     # If it takes longer, it still ends before any of these has missed its SLO, were its next token the last.
@@ -401,7 +447,7 @@ def test_the_smallest_piece_of_an_urgent_prompt_fills_a_tile_where_that_costs_li
     assert least_urgent(flat, 500, 3) == 61
 
 
-def deadlines(request: RequestView, *, margin: float) -> Deadlines:
+def deadlines(request: RequestProgress, *, margin: float) -> Deadlines:
     return decode_deadlines(
         [request],
         now_s=10.0,
@@ -427,8 +473,8 @@ def test_the_margin_counts_against_missing_the_slo_alone():
 
 
 def test_a_preempted_request_that_is_late_has_its_pace_without_a_margin():
-    waits = structs.replace(decoding(last_token_s=10.0), first_token_s=None, arrival_s=9.0)
-    timely, late = (structs.replace(waits, ttft_s=ttft_s) for ttft_s in (3.0, 0.5))
+    waits = changed(decoding(last_token_s=10.0), first_token_s=None, arrival_s=9.0)
+    timely, late = (changed(waits, ttft_s=ttft_s) for ttft_s in (3.0, 0.5))
     assert deadlines(timely, margin=0.1).jobs_s == pytest.approx(10.0 + 2.0 / 1.15)
     assert deadlines(late, margin=0.1).jobs_s == pytest.approx(10.4)
 
@@ -468,7 +514,18 @@ def test_requests_whose_prompts_take_all_that_they_may_are_not_late_by_what_a_st
     first_s = now_s = 5.1
     for num_output in range(1, num_tokens):
         left = num_tokens - num_output
-        request = RequestView("r", 1, 100, num_output, 5.0, first_s, now_s, 5.0, tpot_s, num_left=left)
+        request = make_request(
+            "r",
+            num_rows=1,
+            num_past=100,
+            num_output=num_output,
+            arrival_s=5.0,
+            first_token_s=first_s,
+            last_token_s=now_s,
+            ttft_s=5.0,
+            tpot_s=tpot_s,
+            num_left=left,
+        )
         due = decode_deadlines(
             [request],
             now_s=now_s,
@@ -482,14 +539,14 @@ def test_requests_whose_prompts_take_all_that_they_may_are_not_late_by_what_a_st
     assert (now_s - first_s) / (num_tokens - 1) <= tpot_s
 
 
-def missed_at_s(request: RequestView) -> float:
+def missed_at_s(request: RequestProgress) -> float:
     """When a request would miss its SLO if its next token were its last."""
     if request.first_token_s is None:
-        return request.arrival_s + request.ttft_s
-    return request.first_token_s + request.num_output * request.tpot_s
+        return request.info.arrival_s + request.info.ttft_s
+    return request.first_token_s + request.num_output * request.info.tpot_s
 
 
-def decode_load(requests: list[RequestView]) -> ForwardLoad:
+def decode_load(requests: list[RequestProgress]) -> ForwardLoad:
     load = ForwardLoad()
     load.add_decodes(requests)
     return load
@@ -517,7 +574,7 @@ def test_a_request_that_has_only_its_reserve_left_gives_jobs_no_more_than_its_pa
     made = plan("slack", view(request, job(phase="backward")))
     assert tunes(made) and made.predicted_s <= due_at_s(request) - 10.0
     hasty = structs.replace(request, last_token_s=9.7)
-    assert plan("slack", view(hasty, job(phase="backward"))).predicted_s <= 9.7 + request.tpot_s - 10.0
+    assert plan("slack", view(hasty, job(phase="backward"))).predicted_s <= 9.7 + request.info.tpot_s - 10.0
 
 
 def test_requests_that_were_late_by_themselves_leave_jobs_nothing_at_their_pace():
@@ -567,7 +624,7 @@ def test_nothing_is_tuned_while_a_prompt_is_not_wholly_in():
 def test_a_tight_first_token_bounds_the_step_that_brings_it():
     tight = prompt(rows=64, arrival_s=8.4, ttft_s=2.0)  # due in 0.4 s
     made = plan("slack", view(tight, job(), ttft_s=2.0, tpot_s=0.4))
-    free = plan("slack", view(structs.replace(tight, arrival_s=10.0), job(), ttft_s=2.0, tpot_s=0.4))
+    free = plan("slack", view(changed(tight, arrival_s=10.0), job(), ttft_s=2.0, tpot_s=0.4))
     assert made.predicted_s * 1.1 <= 0.4 < free.predicted_s * 1.1
 
 
@@ -663,7 +720,7 @@ def test_lost_causes_are_served_after_those_that_can_be_in_time():
 def test_a_lost_cause_that_has_waited_for_ten_of_its_slos_is_served_first():
     waited, timely = (prompt("lost", 1000, arrival_s=100 - wait_s) for wait_s in (20.5, 19.5)), prompt("timely", 300)
     for lost, first in zip(waited, ("lost", "timely"), strict=True):
-        made = plan("slack", view(lost, structs.replace(timely, arrival_s=100.0), now_s=100.0), make_latency())
+        made = plan("slack", view(lost, changed(timely, arrival_s=100.0), now_s=100.0), make_latency())
         assert next(iter(rows_of(made, "prefill"))) == first
 
 
@@ -671,7 +728,7 @@ def test_a_lost_cause_that_has_waited_for_very_long_gets_a_piece_beside_requests
     """Its smallest one where others can be in time, which the time is for."""
     latency, lost, timely = make_latency(), prompt("lost", 5000, arrival_s=40.0), prompt("timely", 300, arrival_s=98.6)
     others = [decoding(f"d{i}", tpot_s=0.1, num_output=50, first_token_s=95.0, last_token_s=100.0) for i in range(8)]
-    beside: tuple[RequestView | JobView, ...] = (*others, job())
+    beside: tuple[RequestProgress | JobProgress, ...] = (*others, job())
     alone = rows_of(plan("slack", view(lost, *beside, now_s=100.0), latency), "prefill")
     assert alone["lost"] >= LEAST_PREFILL_ROWS - len(others)
     both = rows_of(plan("slack", view(lost, timely, *beside, now_s=100.0), latency), "prefill")
@@ -700,7 +757,7 @@ def test_a_prompt_alone_is_run_in_pieces_that_an_arrival_may_wait_for():
     latency, long = make_latency(), prompt(rows=3000, ttft_s=30.0)
     made = plan("slack", view(long, ttft_s=2.0), latency)
     assert 0.8 * 0.8 < made.predicted_s <= arrival_wait_s(view(long, ttft_s=2.0)) == 0.8
-    urgent = structs.replace(long, ttft_s=1.2 * latency.prompt_s(3000))
+    urgent = changed(long, ttft_s=1.2 * latency.prompt_s(3000))
     assert rows_of(plan("slack", view(urgent, max_rows=4000), latency), "prefill") == {"p": 3000}
 
 
@@ -708,7 +765,7 @@ def test_a_prompt_that_ends_with_a_step_alone_may_take_a_little_longer_than_an_a
     """Its last rows would take a step of their own; not a piece that ends nothing."""
     latency = make_latency()
 
-    def taken(*items: RequestView) -> dict[str, int]:
+    def taken(*items: RequestProgress) -> dict[str, int]:
         return rows_of(plan("slack", view(*items, ttft_s=2.0), latency), "prefill")
 
     piece = taken(prompt(rows=3000, ttft_s=30.0))["p"]
@@ -731,17 +788,23 @@ def test_drawing_masks_and_scoring_take_time():
     plain = [decoding(f"r{index}") for index in range(32)]
     greedy, drawn = (
         plan("slack", view(*requests), latency)
-        for requests in (plain, [structs.replace(request, draws=True) for request in plain])
+        for requests in (plain, [changed(request, draws=True) for request in plain])
     )
     load = decode_load(plain)
     load.drawn = 32
-    assert drawn.forward_s == pytest.approx(latency.forward_s(load)) and drawn.forward_s > 1.02 * greedy.forward_s
-    masked = plan("slack", view(*[structs.replace(request, is_masked=True) for request in plain]), latency)
+    assert (
+        drawn.prediction.forward_s == pytest.approx(latency.forward_s(load))
+        and drawn.prediction.forward_s > 1.02 * greedy.prediction.forward_s
+    )
+    masked = plan("slack", view(*[changed(request, is_masked=True) for request in plain]), latency)
     load.drawn, load.masked = 0, 32
-    assert masked.forward_s == pytest.approx(latency.forward_s(load)) and masked.forward_s > 1.01 * greedy.forward_s
+    assert (
+        masked.prediction.forward_s == pytest.approx(latency.forward_s(load))
+        and masked.prediction.forward_s > 1.01 * greedy.prediction.forward_s
+    )
     asked = structs.replace(prompt(rows=100), num_scored=99)
     bare, scored = (plan("slack", view(each), latency) for each in (prompt(rows=100), asked))
-    assert scored.forward_s > bare.forward_s + 0.9 * make_profile().score.at(99)
+    assert scored.prediction.forward_s > bare.prediction.forward_s + 0.9 * make_profile().score.at(99)
 
 
 def test_backward_work_has_a_limit_so_that_the_rest_is_in_time():
@@ -751,8 +814,8 @@ def test_backward_work_has_a_limit_so_that_the_rest_is_in_time():
     made = plan("slack", view(request, job(phase="backward"), ttft_s=20.0, tpot_s=1.0), latency)
     (part,) = made.tasklets
     one_s = latency.tasklet_s(job(phase="backward"), part.rows)
-    assert made.backward_limit_s == pytest.approx(deadline_s - made.forward_s - one_s)
-    assert deadline_s - one_s < made.forward_s + made.backward_s <= deadline_s + EPSILON
+    assert made.backward_limit_s == pytest.approx(deadline_s - made.prediction.forward_s - one_s)
+    assert deadline_s - one_s < made.prediction.forward_s + made.prediction.backward_s <= deadline_s + EPSILON
     assert plan("tuning-only", view(job(phase="backward"))).backward_limit_s is None
 
 
@@ -766,7 +829,7 @@ def test_jobs_give_way_while_a_request_waits_for_pages():
     assert made.drop == ("j",) and made.admit == ("waits",), "the pack's pages are enough"
     other = structs.replace(queued, jobs=(job(phase="update"),))
     assert not tunes(plan("slack", other)), "nothing can be dropped: it is to be done soon"
-    lost = structs.replace(blocked, arrival_s=0.0)
+    lost = changed(blocked, arrival_s=0.0)
     assert plan("slack", structs.replace(other, waiting=(lost,), num_free_pages=990)).admit == ("waits",)
     assert tunes(plan("slack", structs.replace(other, requests=(), waiting=(structs.replace(lost, num_pages=2000),))))
 
@@ -777,7 +840,7 @@ def test_jobs_get_less_the_nearer_requests_are_to_their_slo(field):
     times = []
     for need in (0.0, 0.8, 0.9, 0.95, 0.99, 1.0):
         seen = structs.replace(view(request, job(phase="backward")), need=NeedView(**{field: need}))
-        times.append(plan("slack", seen).backward_s)
+        times.append(plan("slack", seen).prediction.backward_s)
     assert times == sorted(times, reverse=True) and times[0] > 0 and times[-1] == 0
 
 
@@ -818,13 +881,13 @@ def test_a_prompt_with_time_leaves_decoding_requests_some_of_their_bank():
     assert due_at_s(late, 1.0) < 10.0
     assert rows_of(plan("slack", near(late, relaxed), latency), "prefill") == {}
     assert rows_of(plan("slack", near(late, urgent), latency), "prefill") == {}, "it has time"
-    urgent = structs.replace(urgent, ttft_s=0.6)
+    urgent = changed(urgent, ttft_s=0.6)
     assert rows_of(plan("slack", near(late, urgent), latency), "prefill")["p"] > LEAST_PREFILL_ROWS
     # With a bank: the relaxed one stops one TPOT before the deadline, the urgent one goes up to it.
     banked = decoding(num_output=8, last_token_s=9.9)
     deadline_s = due_at_s(banked) - 10.0
     left, taken = (
-        plan("slack", near(banked, structs.replace(each, num_rows=2000, ttft_s=ttft_s)), latency)
+        plan("slack", near(banked, changed(each, num_rows=2000, ttft_s=ttft_s)), latency)
         for each, ttft_s in ((relaxed, 50.0), (urgent, 6.0))
     )
     assert left.predicted_s <= deadline_s - AIMED * 0.4 + EPSILON
@@ -851,7 +914,7 @@ def test_without_jobs_a_prompt_with_time_makes_requests_late_that_are_sure_to_ca
     assert predicted_s(view(grown, relaxed)) <= pace_s + EPSILON, "it may end with any token"
     assert predicted_s(near(begun, relaxed)) <= pace_s + EPSILON, "they came near their TPOT lately"
     assert predicted_s(view(begun, relaxed, job())) <= pace_s + EPSILON, "jobs want the time that they save"
-    batch = structs.replace(begun, id="b", batch_due_s=1000.0, ttft_s=1000.0, tpot_s=1000.0)
+    batch = changed(begun, id="b", batch_due_s=1000.0, ttft_s=1000.0, tpot_s=1000.0)
     alone = rows_of(plan("slack", view(begun, relaxed), latency), "prefill")["p"]
     beside = rows_of(plan("slack", structs.replace(view(begun, relaxed), batch=(batch,)), latency), "prefill")["p"]
     assert beside < alone / 2, "batch work wants it"
@@ -939,8 +1002,11 @@ def test_crumbs_of_time_are_saved_up_for_the_loss_too():
             continue
         (piece,) = made.losses
         taken.append(piece.rows)
-        assert piece.rows >= GOOD_ROWS or made.loss_s / piece.rows <= MOST_ROW_COST * good_s / GOOD_ROWS + EPSILON
-        assert alone_s + made.loss_s <= budget_s + EPSILON
+        assert (
+            piece.rows >= GOOD_ROWS
+            or made.prediction.loss_s / piece.rows <= MOST_ROW_COST * good_s / GOOD_ROWS + EPSILON
+        )
+        assert alone_s + made.prediction.loss_s <= budget_s + EPSILON
     assert refused and taken == sorted(taken) and taken[0] > 2 * LEAST_WINDOW_ROWS
     # Numbers of rows repeat, so that libraries have compiled their products.
     assert len(set(taken)) > 2 and all(rows % LOSS_ROWS_STEP == 0 for rows in taken if rows < 1024)
@@ -1003,7 +1069,7 @@ def test_jobs_are_served_in_turn_and_phases_share_a_step():
     made = plan("slack", view(first, second, third, ttft_s=20.0))
     assert rows_of(made, "window") == {"a": 64}
     assert [part.job for part in made.tasklets] == ["b"] and made.updates == ("c",)
-    assert made.forward_s and made.backward_s and made.update_s
+    assert made.prediction.forward_s and made.prediction.backward_s and made.prediction.update_s
     # Where there is time for one alone, it goes to the one that was served least.
     for jobs in ((job("a"), job("b")), (job("b"), job("a"))):
         served, *rest = rows_of(plan("slack", view(*jobs)), "window").items()
@@ -1152,7 +1218,7 @@ def test_what_a_request_would_add_is_what_it_adds(load, rows, last, version, kno
     latency = taught_latency()
     if known:
         load.versions.add("v")
-    request = structs.replace(prompt(rows=rows if last else rows + 1, num_past=77), version=version, num_bypasses=168)
+    request = changed(prompt(rows=rows if last else rows + 1, num_past=77), version=version, num_bypasses=168)
     foreseen_s = latency.with_request(load, request)(rows)
     load.add_request(request, rows)
     assert foreseen_s == pytest.approx(latency.forward_s(load))
@@ -1163,7 +1229,7 @@ def test_what_a_request_would_add_is_what_it_adds(load, rows, last, version, kno
 def test_what_a_window_would_add_is_what_it_adds(load, rows, flops_per_row, at_once):
     latency = taught_latency()
     counts = replace(make_profile().job, flops_per_row=flops_per_row, runs_at_once=at_once)
-    window = structs.replace(job(), counts=counts)
+    window = changed(job(), counts=counts)
     foreseen_s = latency.with_window(load, window)(rows)
     latency.add_window(load, window, rows)
     assert foreseen_s == pytest.approx(latency.forward_s(load))
@@ -1173,8 +1239,7 @@ def test_what_a_window_would_add_is_what_it_adds(load, rows, flops_per_row, at_o
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=40))
 def test_decodes_are_added_together_as_they_are_one_by_one(pasts):
     requests = [
-        structs.replace(decoding(f"r{i}", num_past=past), version="v" * (i % 3), num_bypasses=7)
-        for i, past in enumerate(pasts)
+        changed(decoding(f"r{i}", num_past=past), version="v" * (i % 3), num_bypasses=7) for i, past in enumerate(pasts)
     ]
     together, single = ForwardLoad(), ForwardLoad()
     together.add_decodes(requests)
@@ -1186,13 +1251,11 @@ def test_decodes_are_added_together_as_they_are_one_by_one(pasts):
 def test_jobs_are_weighed_beside_the_reference_job():
     latency, reference = make_latency(), make_profile().job
     half = replace(reference, flops_per_row=reference.flops_per_row / 2, num_bypasses=reference.num_bypasses // 2)
-    light, heavy = structs.replace(job(), counts=half), job()
+    light, heavy = changed(job(), counts=half), job()
     assert latency.with_window(ForwardLoad(), light)(256) < latency.with_window(ForwardLoad(), heavy)(256)
     fewer = replace(reference, backward_flops_per_row=reference.backward_flops_per_row / 3, backward_flops_per_pair=0.0)
     keyless = structs.replace(job(), mean_context_len=0.0)
-    assert latency.tasklet_s(structs.replace(keyless, counts=fewer), 256) == pytest.approx(
-        latency.tasklet_s(keyless, 256) / 3
-    )
+    assert latency.tasklet_s(changed(keyless, counts=fewer), 256) == pytest.approx(latency.tasklet_s(keyless, 256) / 3)
     assert latency.tasklet_s(structs.replace(job(), mean_context_len=5000.0), 256) > latency.tasklet_s(job(), 256)
 
 

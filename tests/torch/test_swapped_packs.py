@@ -21,6 +21,7 @@ from engines import (
     watched,
 )
 from lengths import long_but
+from progress import make_job
 from random_plans import random_policy
 from safetensors.torch import load_file
 
@@ -32,7 +33,7 @@ from coserve.engine.engine import Engine
 from coserve.models import load_backbone
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import JobView
+from coserve.scheduling.plan import JobProgress
 from coserve.scheduling.policies import make_policy
 from coserve.scheduling.swapping import pack_swap_pays
 from coserve.simulate.hardware import A100
@@ -256,8 +257,16 @@ def test_a_pack_goes_to_the_host_where_copies_are_quicker_than_what_it_has_done(
         num_parameters=10**6,
     )
 
-    def at(phase: Any, num_rows_left: int, num_parts_left: int) -> JobView:
-        return JobView("job", phase, 2000, num_rows_left, num_parts_left, 500.0, counts)
+    def at(phase: Any, num_rows_left: int, num_parts_left: int) -> JobProgress:
+        return make_job(
+            "job",
+            phase,
+            num_rows=2000,
+            num_rows_left=num_rows_left,
+            num_parts_left=num_parts_left,
+            mean_context_len=500.0,
+            counts=counts,
+        )
 
     begun, forward, backward = at("forward", 2000, 24), at("forward", 100, 24), at("backward", 1000, 10)
     assert not pack_swap_pays(latency, begun, num_bytes=1), "nothing would be lost"

@@ -131,7 +131,9 @@ def serve_backlog(engine: TokenEngine, weights: dict[str, float]) -> tuple[list[
         charge(seconds)
 
     times.charge = count  # type: ignore[method-assign]
-    while len(moments) < MAX_STEPS and {each.tenant for each in engine.requests.waiting.values()} == weights.keys():
+    while (
+        len(moments) < MAX_STEPS and {each.info.tenant for each in engine.requests.waiting.values()} == weights.keys()
+    ):
         begin_s = engine.device.clock.now()
         engine.step()
         longest_s = max(longest_s, engine.device.clock.now() - begin_s)
@@ -281,7 +283,7 @@ def test_a_tenant_that_holds_every_slot_makes_room_for_another():
         engine.add_tokens([rng.randrange(1000) for _ in range(40)], params, tenant="calm")
     for _ in range(3):
         engine.step()
-    running = [request.tenant for request in engine.requests.running.values()]
+    running = [request.info.tenant for request in engine.requests.running.values()]
     assert sorted(running) == ["calm", "flood", "flood", "flood"]
 
 
@@ -297,7 +299,7 @@ def test_a_tenant_that_holds_every_page_makes_room_for_another():
     engine.add_tokens([rng.randrange(1000) for _ in range(150)], params, request_id="calm", tenant="calm")
     for _ in range(3):
         engine.step()
-    assert any(request.tenant == "calm" for request in engine.requests.running.values())
+    assert any(request.info.tenant == "calm" for request in engine.requests.running.values())
 
 
 def test_a_large_request_is_admitted_beside_a_stream_of_small_ones_of_another_tenant():

@@ -16,7 +16,7 @@ from random import Random
 from coserve.cluster.simulation.node import Progress, Said
 from coserve.cluster.view import NodeProfile, NodeView, Placed, Task
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
-from coserve.scheduling.plan import JobView, View
+from coserve.scheduling.plan import View, whole_pack
 from coserve.scheduling.policies.slack import Slack
 
 # Tokens of a pack, and of the sequences in it.
@@ -55,7 +55,7 @@ class FluidNode:
         self._latency, self._hardware, self._tpot_s = latency, hardware, tpot_s
         self._num_pages, self._used = num_pages, 0
         counts = latency.profile.job
-        pack = JobView("", "pack", _PACK_ROWS, _PACK_ROWS, counts.num_parts, _SEQUENCE / 2, counts)
+        pack = whole_pack(counts, _PACK_ROWS, _SEQUENCE / 2)
         self.trained_token_s = latency.pack_s(pack) / _PACK_ROWS
         self._prompts: deque[Task] = deque()
         self._prompt_s = 0.0  # of the first of them, that are left; 0: it has not begun

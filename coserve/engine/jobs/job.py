@@ -16,10 +16,10 @@ from coserve.devices.step_messages import PackSums
 from coserve.engine.jobs.checkpoint import JobPosition
 from coserve.engine.jobs.events import EventKind, JobEvent, StepSeconds
 from coserve.engine.jobs.pack import BegunPack, PackNeeds
-from coserve.engine.jobs.progress import Exchange, JobEnd, JobProgress, JobStatus, MemoryFailures
-from coserve.engine.jobs.view import job_view
+from coserve.engine.jobs.progress import Exchange, JobEnd, JobStatus, MemoryFailures, TrainingProgress
+from coserve.engine.jobs.view import job_progress
 from coserve.memory.pack_pages import PackPages
-from coserve.scheduling.plan import JobPhase, JobView
+from coserve.scheduling.plan import JobInfo, JobPhase, JobProgress
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.early_stopping import evaluated_value
 from coserve.tuning.evaluation import Question
@@ -63,12 +63,12 @@ class Job:
             shard: Which part of a job that is divided among nodes this is.
         """
         self.id, self.name, self.config, self.costs, self.tenant = id, name, config, costs, tenant
-        self.model, self.questions = model, questions
+        self.info, self.model, self.questions = JobInfo(counts=costs.counts, tenant=tenant), model, questions
         self.order = TrainingOrder(examples, config, shard)
         self.alone_until_step = 0
         """Until this optimizer step, steps of the engine that work for the job work for no other job."""
         self.pack_needs = PackNeeds(id, costs)
-        self.progress = JobProgress(
+        self.progress = TrainingProgress(
             packs=tuple(self.order.packs(0)),
             exchange=None if shard is None else Exchange(shard=shard, num_steps=self.order.num_steps),
         )
@@ -177,7 +177,7 @@ class Job:
             return begun.cursor.phase
         return "pack" if progress.packs else "update" if progress.update_due else None
 
-    def view(self, now_s: float, num_pages: int) -> JobView | None:
+    def seen(self, now_s: float, num_pages: int) -> JobProgress | None:
         """Return what a policy may do with it now; None: nothing. num_pages: of the pack in memory, or the next one."""
         if (phase := self.phase) is None:
             return None
@@ -186,14 +186,13 @@ class Job:
         cursor = None if progress.place is None else progress.place.cursor
         if cursor is None and pack is not None:
             cursor = self.pack_needs.first_cursor(pack, measures=progress.measures)
-        return job_view(
+        return job_progress(
             self.id,
-            self.costs.counts,
+            self.info,
             phase=phase,
             cursor=cursor,
             mean_context_len=0.0 if pack is None else pack.mean_context_len,
             waited_s=max(0.0, now_s - progress.moved_s),
-            tenant=self.tenant,
             num_pages=0 if pack is None else num_pages,
             num_rows_run=progress.num_rows_run,
         )

@@ -20,7 +20,7 @@ from coserve.errors import DeviceMemoryError, JobError
 from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import JobView
+from coserve.scheduling.plan import JobProgress
 from coserve.tuning.shard import Combination
 
 
@@ -155,14 +155,14 @@ class JobSet(Mapping[str, Job]):
         packs: list[HostOwner] = [("pack", job.id) for job in self._jobs.values() if job.progress.swapped]
         return [*packs, *[("optimizer", job.id) for job in self._jobs.values() if job.optimizer_away]]
 
-    def views(self, now_s: float, *, without: Collection[str] = ()) -> tuple[JobView, ...]:
+    def progress(self, now_s: float, *, without: Collection[str] = ()) -> tuple[JobProgress, ...]:
         """Jobs that could do something, the one that has been served least first; without those that are held back, or
         whose optimizer is not back from the host.
 
         Where some are to be alone, they and all others take turns.
         """
         jobs = [job for job in self._jobs.values() if job.progress.status == "running"]
-        found: list[JobView] = []
+        found: list[JobProgress] = []
         is_one_alone = False
         for job in jobs:
             progress = job.progress
@@ -171,14 +171,14 @@ class JobSet(Mapping[str, Job]):
             if not self._memory.has_moments(job) and progress.update_due:
                 continue  # others have the pages of its moments
             is_one_alone |= job.is_alone
-            if (view := job.view(now_s, self._memory.num_pack_pages(job))) is not None:
-                found.append(view)
-        served = self._served.of(jobs, [view.id for view in found])
+            if (seen := job.seen(now_s, self._memory.num_pack_pages(job))) is not None:
+                found.append(seen)
+        served = self._served.of(jobs, [each.id for each in found])
         if len(found) > 1:
             found.sort(key=lambda view: served[view.id])
         return self._in_turn(tuple(found)) if is_one_alone else tuple(found)
 
-    def _in_turn(self, views: tuple[JobView, ...]) -> tuple[JobView, ...]:
+    def _in_turn(self, views: tuple[JobProgress, ...]) -> tuple[JobProgress, ...]:
         alone = sorted(view.id for view in views if self._jobs[view.id].is_alone)
         groups = [[id] for id in alone]
         if others := [view.id for view in views if view.id not in alone]:

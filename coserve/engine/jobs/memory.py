@@ -87,8 +87,8 @@ class JobMemory:
         """Take the pages of the job's pack, which goes to the host if that is worth it."""
         begun = job.progress.begun
         assert begun is not None
-        view = job.view(self._clock.now(), begun.pages.num_pages)
-        if view is not None and self._swap.keep_pack(view, begun.pages.pages):
+        seen = job.seen(self._clock.now(), begun.pages.num_pages)
+        if seen is not None and self._swap.keep_pack(seen, begun.pages.pages):
             job.swap_pack_out()
         else:
             self.drop_pack(job)

@@ -138,7 +138,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, is_waiting=False, combination=None, num_trained=num_trained, common=common)
 
 
-class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
     """What is true of a job now."""
 
     status: JobStatus = "running"

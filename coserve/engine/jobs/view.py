@@ -1,23 +1,23 @@
 """What policies see of a job."""
 
-from coserve.scheduling.counts import JobCounts
-from coserve.scheduling.plan import JobPhase, JobView
+from coserve.scheduling.plan import JobInfo, JobPhase, JobProgress
 from coserve.tuning.cursor import Cursor
 
 
-def job_view(
+def job_progress(
     id: str,
-    counts: JobCounts,
+    info: JobInfo,
     *,
     phase: JobPhase,
     cursor: Cursor | None,
     mean_context_len: float,
     waited_s: float,
-    tenant: str,
     num_pages: int,
     num_rows_run: float,
-) -> JobView:
-    """See `JobView`. cursor: of the pack in memory or of the next one, wherever that will begin; None without any."""
+) -> JobProgress:
+    """Return how far a job is. cursor: of the pack in memory or of the next one, wherever that will begin; None without
+    any.
+    """
     num_rows = rows_left = parts_left = done = 0
     begins_at: JobPhase = "forward"
     if cursor is not None:
@@ -30,18 +30,17 @@ def job_view(
             rows_left = cursor.num_trained - cursor.num_loss_rows
         else:
             rows_left = num_rows - cursor.num_forward_rows
-    return JobView(
-        id,
-        phase,
-        num_rows,
-        rows_left,
-        parts_left,
-        mean_context_len,
-        counts,
-        waited_s,
-        tenant,
-        num_pages,
-        done,
-        num_rows_run,
-        begins_at,
+    return JobProgress(
+        id=id,
+        info=info,
+        phase=phase,
+        num_rows=num_rows,
+        num_rows_left=rows_left,
+        num_parts_left=parts_left,
+        mean_context_len=mean_context_len,
+        waited_s=waited_s,
+        num_pages=num_pages,
+        num_rows_done=done,
+        num_rows_run=num_rows_run,
+        begins_at=begins_at,
     )

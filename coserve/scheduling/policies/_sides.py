@@ -12,12 +12,12 @@ from msgspec import structs
 
 from coserve.scheduling.building import LEAST_WINDOW_ROWS, PlanBuilder
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import JobView, Partition, Plan
+from coserve.scheduling.plan import JobProgress, Partition, Plan
 
 
 def tune_beside(
     build: PlanBuilder,
-    job: JobView,
+    job: JobProgress,
     latency: LatencyModel,
     partition: Partition,
     *,
@@ -54,12 +54,11 @@ def divided(plan: Plan, partition: Partition, forward_speed: float, backward_spe
         plan,
         partition=partition._replace(stops=True),
         backward_limit_s=None,
-        forward_speed=forward_speed,
-        backward_speed=backward_speed,
+        prediction=structs.replace(plan.prediction, forward_speed=forward_speed, backward_speed=backward_speed),
     )
 
 
-def add_units(build: PlanBuilder, job: JobView, latency: LatencyModel, seconds: float, *, unit_s: float) -> None:
+def add_units(build: PlanBuilder, job: JobProgress, latency: LatencyModel, seconds: float, *, unit_s: float) -> None:
     """As much of a job as fits into seconds of the whole device, in tasklets of at most unit_s if rows can be few."""
     if job.phase != "backward" or unit_s == inf:
         build.tune([job], build.seconds + seconds)

@@ -29,7 +29,7 @@ from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.lost_causes import lost_last
 from coserve.scheduling.order import by_due, by_priority, by_share
 from coserve.scheduling.pieces import largest_that_fits
-from coserve.scheduling.plan import JobView, Plan, RequestView, TenantView, View
+from coserve.scheduling.plan import JobProgress, Plan, RequestProgress, TenantView, View
 from coserve.scheduling.shared_memory import SharedMemoryPlan
 from coserve.scheduling.slo import SOLO_CONTEXT
 from coserve.scheduling.tenant_times import MAX_CREDIT_S, max_credit_s
@@ -59,9 +59,9 @@ class _SharedPolicy(Protocol):
     @property
     def least_share(self) -> float: ...
 
-    def queue(self, view: View) -> Sequence[RequestView]: ...
+    def queue(self, view: View) -> Sequence[RequestProgress]: ...
 
-    def due_at_s(self, request: RequestView, reserve_tpots: float = 0.0) -> float: ...
+    def due_at_s(self, request: RequestProgress, reserve_tpots: float = 0.0) -> float: ...
 
     def max_jobs_s(self, view: View, tpot_s: float, requests_s: float) -> float: ...
 
@@ -83,10 +83,10 @@ class _Part:
 
     tenant: TenantView
     share: float
-    decoding: list[RequestView] = field(default_factory=list)
-    prompts: list[RequestView] = field(default_factory=list)
-    batch: list[RequestView] = field(default_factory=list)
-    jobs: list[JobView] = field(default_factory=list)
+    decoding: list[RequestProgress] = field(default_factory=list)
+    prompts: list[RequestProgress] = field(default_factory=list)
+    batch: list[RequestProgress] = field(default_factory=list)
+    jobs: list[JobProgress] = field(default_factory=list)
     limit_s: float = inf
     own_s: float = 0.0
     owed_s: float = 0.0
@@ -127,15 +127,15 @@ def plan_shared(policy: _SharedPolicy, view: View, latency: LatencyModel, *, tun
     whole = sum([tenant.weight for tenant in present])
     parts = {tenant.name: _Part(tenant=tenant, share=tenant.weight / whole) for tenant in present}
     row_s = latency.prompt_s(_TYPICAL_ROWS) / _TYPICAL_ROWS
-    jobs = sorted(view.jobs, key=lambda job: parts[job.tenant].tenant.used_s) if tunes else []
+    jobs = sorted(view.jobs, key=lambda job: parts[job.info.tenant].tenant.used_s) if tunes else []
     memory = _share_memory(policy, view, latency, parts, jobs, row_s=row_s)
     for request in memory.requests:
-        part = parts[request.tenant]
+        part = parts[request.info.tenant]
         (part.decoding if request.num_rows == 1 else part.prompts).append(request)
     for request in memory.batch:
-        parts[request.tenant].batch.append(request)
+        parts[request.info.tenant].batch.append(request)
     for job in memory.jobs if tunes else ():
-        parts[job.tenant].jobs.append(job)
+        parts[job.info.tenant].jobs.append(job)
     ordered = sorted(parts.values(), key=lambda part: part.tenant.used_s)
     if not (memory.requests or memory.batch or view.waiting or view.batch_waiting):
         return _plan_jobs(policy, view, latency, memory, ordered)
@@ -150,7 +150,7 @@ def _share_memory(
     view: View,
     latency: LatencyModel,
     parts: Mapping[str, _Part],
-    jobs: Sequence[JobView],
+    jobs: Sequence[JobProgress],
     *,
     row_s: float,
 ) -> SharedMemoryPlan:
@@ -160,13 +160,13 @@ def _share_memory(
     memory.grow()
     used_s = {name: part.tenant.used_s for name, part in parts.items()}
 
-    def cost_s(request: RequestView) -> float:
-        return row_s * request.num_rows / parts[request.tenant].tenant.weight
+    def cost_s(request: RequestProgress) -> float:
+        return row_s * request.num_rows / parts[request.info.tenant].tenant.weight
 
     if view.waiting:
         waiting = [*lost_last(policy.queue(view), view, latency), *_first_lines(view)]
         queue = by_share(waiting, used_s, cost_s)
-        has_priorities = any(request.priority for request in view.waiting)
+        has_priorities = any(request.info.priority for request in view.waiting)
         memory.admit_waiting(by_priority(list(queue)) if has_priorities else queue)
     if view.batch or view.batch_waiting:
         memory.serve_batch(max_pages, by_share(by_due(view.batch_waiting), used_s, cost_s))
@@ -176,14 +176,14 @@ def _share_memory(
     return memory
 
 
-def _first_lines(view: View) -> list[RequestView]:
+def _first_lines(view: View) -> list[RequestProgress]:
     """Return the first line of a batch of each tenant that has no requests waiting. These lines are admitted in turn
     with the requests of others: a tenant that always has more of these waiting would otherwise keep every slot.
     """
-    found: dict[str, RequestView] = {}
-    tenants = {request.tenant for request in view.waiting}
-    for line in by_due([each for each in view.batch_waiting if each.may_start and each.tenant not in tenants]):
-        found.setdefault(line.tenant, line)
+    found: dict[str, RequestProgress] = {}
+    tenants = {request.info.tenant for request in view.waiting}
+    for line in by_due([each for each in view.batch_waiting if each.may_start and each.info.tenant not in tenants]):
+        found.setdefault(line.info.tenant, line)
     return list(found.values())
 
 
@@ -217,11 +217,11 @@ def _quantum_s(view: View, latency: LatencyModel, parts: Sequence[_Part], usual_
     """
     quantum_s, end_s = usual_s, view.now_s + usual_s * (1 + latency.corrections.margin)
     for part in parts:
-        tight = [request for request in part.decoding if AIMED * request.tpot_s < quantum_s]
+        tight = [request for request in part.decoding if AIMED * request.info.tpot_s < quantum_s]
         if not tight or min([due_at_s(request, max_gap_tpots=inf) for request in tight]) >= end_s:
             continue
         needed_s = latency.decode_s(num_requests=len(part.decoding), context=SOLO_CONTEXT)
-        tpot_s = min([request.tpot_s for request in tight])
+        tpot_s = min([request.info.tpot_s for request in tight])
         quantum_s = min(quantum_s, max(AIMED * tpot_s, needed_s / part.share))
     return quantum_s
 

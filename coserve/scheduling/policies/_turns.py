@@ -11,7 +11,7 @@ from coserve.scheduling.building import PlanBuilder
 from coserve.scheduling.deadlines import AIMED
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.memory import MemoryPlan
-from coserve.scheduling.plan import JobView, Plan, View
+from coserve.scheduling.plan import JobProgress, Plan, View
 
 
 def has_requests(view: View) -> bool:
@@ -36,15 +36,15 @@ def slo_s(view: View, memory: MemoryPlan) -> float:
     """The tightest TPOT SLO of the requests that run; without any, of the next; less what steps at exactly this pace
     would be late by in the mean.
     """
-    return AIMED * min([request.tpot_s for request in memory.requests], default=view.tpot_s)
+    return AIMED * min([request.info.tpot_s for request in memory.requests], default=view.tpot_s)
 
 
-def under_way(jobs: Sequence[JobView]) -> JobView | None:
+def under_way(jobs: Sequence[JobProgress]) -> JobProgress | None:
     """The job that is within an iteration of tuning: of several, the one served least."""
     return next((job for job in jobs if job.phase != "pack" and not _not_begun(job)), None)
 
 
-def next_job(view: View, memory: MemoryPlan, *, requests_first: bool = True) -> JobView | None:
+def next_job(view: View, memory: MemoryPlan, *, requests_first: bool = True) -> JobProgress | None:
     """The job under way. Otherwise, of those that have a pack in memory or can get one, the one served least; the
     others begin none.
     """
@@ -82,5 +82,5 @@ def _tune(view: View, latency: LatencyModel) -> Plan:
     return build.build()
 
 
-def _not_begun(job: JobView) -> bool:
+def _not_begun(job: JobProgress) -> bool:
     return job.phase == "forward" and job.num_rows_left == job.num_rows

@@ -27,5 +27,5 @@ class ChunkedTraining(Policy):
     def plan(self, view: View, latency: LatencyModel) -> Plan:
         memory, build = serving_step(view, latency)
         if (job := next_job(view, memory)) is not None:
-            build.take(job, self.chunk_tokens if memory.requests else job.num_rows, job.counts.num_parts)
+            build.take(job, self.chunk_tokens if memory.requests else job.num_rows, job.info.counts.num_parts)
         return build.build()

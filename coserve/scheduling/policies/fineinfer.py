@@ -30,6 +30,6 @@ class Fineinfer(Policy):
     def is_due(self, view: View) -> bool:
         """Whether a request that waits has been deferred for long enough."""
         return any(
-            request.may_start and view.now_s >= request.arrival_s + self.deferral * request.ttft_s
+            request.may_start and view.now_s >= request.info.arrival_s + self.deferral * request.info.ttft_s
             for request in view.waiting
         )

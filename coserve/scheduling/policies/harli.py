@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 from coserve.scheduling.history import History, StepView
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import Partition, Plan, RequestView, View
+from coserve.scheduling.plan import Partition, Plan, RequestProgress, View
 from coserve.scheduling.policies._sides import add_units, tune_beside
 from coserve.scheduling.policies._turns import next_job, serving_step, slo_s
 from coserve.scheduling.policies.base import Policy, setting
@@ -162,7 +162,7 @@ class Harli(Policy):
             build.take(job, 0)
         return build.build()
 
-    def partition(self, requests: Sequence[RequestView], slo_s: float, latency: LatencyModel) -> Partition | None:
+    def partition(self, requests: Sequence[RequestProgress], slo_s: float, latency: LatencyModel) -> Partition | None:
         """The one with which decoding comes nearest to the SLO without passing it; None if it passes it with all."""
         predicted, context = predictor(latency), mean([request.num_past for request in requests])
         found, nearest_s = None, 0.0

@@ -33,7 +33,7 @@ from coserve.scheduling.building import LEAST_WINDOW_ROWS, PlanBuilder
 from coserve.scheduling.history import History, StepView
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.memory import MemoryPlan
-from coserve.scheduling.plan import JobView, Partition, Plan, RequestView, View
+from coserve.scheduling.plan import JobProgress, Partition, Plan, RequestProgress, View
 from coserve.scheduling.policies._sides import divided
 from coserve.scheduling.policies._turns import next_job, slo_s
 from coserve.scheduling.policies.base import Policy, setting
@@ -63,20 +63,20 @@ def _units(partition: Partition) -> tuple[int, int]:
     return partition.forward_units, partition.backward_units
 
 
-def _adapters(job: JobView | None, requests: Sequence[RequestView]) -> Hashable:
+def _adapters(job: JobProgress | None, requests: Sequence[RequestProgress]) -> Hashable:
     """What records are grouped by: what the job trains, and the bypasses of the adapters that requests use."""
-    used = {request.version: request.num_bypasses for request in requests}
-    return None if job is None else job.counts, tuple(sorted(used.values()))
+    used = {request.info.version: request.info.num_bypasses for request in requests}
+    return None if job is None else job.info.counts, tuple(sorted(used.values()))
 
 
-def _load(requests: Sequence[RequestView]) -> ForwardLoad:
+def _load(requests: Sequence[RequestProgress]) -> ForwardLoad:
     load = ForwardLoad()
     for request in requests:
         load.add_request(request, request.num_rows)
     return load
 
 
-def _fused_work(load: ForwardLoad, job: JobView, rows: int, latency: LatencyModel) -> Work:
+def _fused_work(load: ForwardLoad, job: JobProgress, rows: int, latency: LatencyModel) -> Work:
     more = structs.replace(load)
     latency.add_window(more, job, rows)
     return forward_work(more, latency)
@@ -113,10 +113,10 @@ class _Records(LatencyRecords, History):
         if after and step.plan.partition is None:
             self.record(group, Key("backward", batch, size), work, step.backward_s / after)
         if beside and (partition := step.plan.partition) is not None:
-            plan, tasklet_s = step.plan, latency.tasklet_s(job, part.rows)
+            planned, tasklet_s = step.plan.prediction, latency.tasklet_s(job, part.rows)
             for kind, seconds, predicted_s in (
-                ("beside", step.beside_s / beside, tasklet_s / plan.backward_speed),
-                ("divided", step.forward_s, plan.forward_s / plan.forward_speed),
+                ("beside", step.beside_s / beside, tasklet_s / planned.backward_speed),
+                ("divided", step.forward_s, planned.forward_s / planned.forward_speed),
             ):
                 self.renew(group, Key(kind, batch, size, _units(partition)), seconds, predicted_s=predicted_s)
 
@@ -171,7 +171,7 @@ class Llmstation(Policy):
     def defers(self, view: View) -> bool:
         """Whether those that wait are to wait for others."""
         return not view.requests and all(
-            view.now_s < request.arrival_s + self.deferral * request.ttft_s for request in view.waiting
+            view.now_s < request.info.arrival_s + self.deferral * request.info.ttft_s for request in view.waiting
         )
 
 
@@ -180,8 +180,8 @@ class _Step:
     """A step with its requests' rows, to which the planner adds work of a job; budget_s: SLO_d."""
 
     build: PlanBuilder
-    requests: Sequence[RequestView]
-    job: JobView
+    requests: Sequence[RequestProgress]
+    job: JobProgress
     view: View
     latency: LatencyModel
     records: LatencyRecords

@@ -42,7 +42,7 @@ from coserve.scheduling.lost_causes import has_waited, is_lost, lost_last
 from coserve.scheduling.memory import MemoryPlan, rows_to_go
 from coserve.scheduling.order import by_priority
 from coserve.scheduling.pieces import WHOLE_STRETCH
-from coserve.scheduling.plan import JobView, NeedView, Plan, RequestView, View
+from coserve.scheduling.plan import JobProgress, NeedView, Plan, RequestProgress, View
 from coserve.scheduling.policies._tenants import needs_shares, plan_shared
 from coserve.scheduling.policies.base import Policy, setting
 
@@ -123,7 +123,7 @@ class Slack(Policy):
             return plan_shared(self, view, latency, tunes=tunes)
         memory, tunes = MemoryPlan(view), tunes and bool(view.jobs)
 
-        def can_wait(request: RequestView, job: JobView) -> bool:
+        def can_wait(request: RequestProgress, job: JobProgress) -> bool:
             left_s = self.due_at_s(request, self.reserve_tpots) - view.now_s
             return nearness(view) < EDGE and CAN_WAIT_TIMES * _wait_for_pack_s(request, job, latency) < left_s
 
@@ -166,14 +166,14 @@ class Slack(Policy):
         if not (view.batch or view.batch_waiting):
             return self.batch_share
         batch = (*view.batch, *view.batch_waiting)
-        is_late = any(each.batch_due_s is not None and each.batch_due_s < view.now_s for each in batch)
+        is_late = any(each.info.batch_due_s is not None and each.info.batch_due_s < view.now_s for each in batch)
         return 1.0 if is_late else self.batch_share
 
-    def queue(self, view: View) -> Sequence[RequestView]:
+    def queue(self, view: View) -> Sequence[RequestProgress]:
         """Waiting requests in the order in which they are to be admitted, as far as they can be in time."""
         return view.waiting
 
-    def turns(self, view: View) -> Sequence[JobView]:
+    def turns(self, view: View) -> Sequence[JobProgress]:
         """Jobs in the order in which they are to be served: the one served least first, but who has waited for many
         steps before all.
         """
@@ -183,7 +183,7 @@ class Slack(Policy):
         waited_s = AGED_WAITS * self.arrival_wait_s(view, tightest_tpot_s(view, view.requests))
         return sorted(view.jobs, key=lambda job: job.waited_s <= waited_s)
 
-    def shares(self, jobs: Sequence[JobView], view: View) -> Sequence[JobView]:
+    def shares(self, jobs: Sequence[JobProgress], view: View) -> Sequence[JobProgress]:
         """Of the jobs that can run now, those that may take part in this step."""
         return jobs
 
@@ -197,7 +197,7 @@ class Slack(Policy):
         """Return the longest that jobs may take of a step whose other work takes requests_s, for those that arrive."""
         return min(self.arrival_wait_s(view, tpot_s) - requests_s, wait_share(view.need.ttft) * view.ttft_s)
 
-    def due_at_s(self, request: RequestView, reserve_tpots: float = 0.0) -> float:
+    def due_at_s(self, request: RequestProgress, reserve_tpots: float = 0.0) -> float:
         """When a request's next token is due."""
         return due_at_s(request, max_gap_tpots=self.max_gap_tpots, reserve_tpots=reserve_tpots)
 
@@ -252,17 +252,17 @@ class Slack(Policy):
 
     def _share_of_prompts(
         self,
-        prompts: Sequence[RequestView],
+        prompts: Sequence[RequestProgress],
         due_s: Mapping[str, float],
         decode_s: float,
         most_share: float,
         view: View,
         latency: LatencyModel,
-    ) -> tuple[float, list[RequestView], list[RequestView]]:
+    ) -> tuple[float, list[RequestProgress], list[RequestProgress]]:
         """The share of the time that prompts need to be in time, all that can be; one that cannot, has waited for very
         long, and gets a piece before them; and their order: by their deadlines (due_s), then lost causes as they came.
         """
-        aged, timely, lost = (list[RequestView]() for _ in range(3))
+        aged, timely, lost = (list[RequestProgress]() for _ in range(3))
         share = needed_s = 0.0
         for prompt in by_priority(sorted(prompts, key=lambda each: due_s[each.id])):
             alone_s = latency.prompt_s(prompt.num_rows, prompt.num_past)
@@ -318,9 +318,9 @@ def _are_far(need: NeedView) -> bool:
     return need.tpot <= EDGE if need.tpot else not need.known
 
 
-def tightest_tpot_s(view: View, requests: Sequence[RequestView]) -> float:
+def tightest_tpot_s(view: View, requests: Sequence[RequestProgress]) -> float:
     """The least TPOT SLO of these requests; without any, of the next."""
-    return min([request.tpot_s for request in requests]) if requests else view.tpot_s
+    return min([request.info.tpot_s for request in requests]) if requests else view.tpot_s
 
 
 def jobs_share(need: NeedView) -> float:
@@ -363,7 +363,7 @@ def wait_share(need: float) -> float:
     return WAIT_SHARE_OF_REST * max(0.0, 1 - need) / max(need, WAIT_SHARE_OF_REST)
 
 
-def _wait_for_pack_s(request: RequestView, job: JobView, latency: LatencyModel) -> float:
+def _wait_for_pack_s(request: RequestProgress, job: JobProgress, latency: LatencyModel) -> float:
     """Until a request has its next token if it gets its pages when a pack is done."""
     left = rows_to_go(job) / (2 * job.num_rows)
     return PACK_STRETCH * left * latency.pack_s(job) + latency.prompt_s(request.num_past + request.num_rows)
@@ -377,7 +377,7 @@ def _queues(memory: MemoryPlan, view: View, latency: LatencyModel) -> bool:
     return any(
         request.may_start
         and request.id not in admitted
-        and view.now_s - request.arrival_s > QUEUED_SHARE * request.ttft_s
+        and view.now_s - request.info.arrival_s > QUEUED_SHARE * request.info.ttft_s
         and not is_lost(request, view, latency)
         for request in view.waiting
     )

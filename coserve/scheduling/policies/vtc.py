@@ -18,7 +18,7 @@ from msgspec import structs
 from coserve.scheduling.fairness import TokenWeights
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.order import by_share
-from coserve.scheduling.plan import JobView, Plan, RequestView, View
+from coserve.scheduling.plan import JobProgress, Plan, RequestProgress, View
 from coserve.scheduling.policies.base import setting
 from coserve.scheduling.policies.slack import Slack
 from coserve.scheduling.slo import LEAST_TIMES_ALONE, SOLO_CONTEXT
@@ -42,25 +42,25 @@ class Vtc(Slack):
     def plan(self, view: View, latency: LatencyModel) -> Plan:
         served = {tenant.name: tenant.served for tenant in view.tenants}
         # The job of the tenant with the least counter first; among one tenant's, the one served least.
-        jobs = tuple(sorted(view.jobs, key=lambda job: served.get(job.tenant, 0.0)))
+        jobs = tuple(sorted(view.jobs, key=lambda job: served.get(job.info.tenant, 0.0)))
         return super().plan(_within_shares(structs.replace(view, jobs=jobs), latency), latency)
 
-    def queue(self, view: View) -> Sequence[RequestView]:
+    def queue(self, view: View) -> Sequence[RequestProgress]:
         """Again and again the earliest request of the tenant with the least counter, which pays for its prompt."""
         served = {tenant.name: tenant.served for tenant in view.tenants}
         waiting = [request for request in view.waiting if request.may_start]
         return list(by_share(waiting, served, lambda request: self.w_p * request.num_rows))
 
-    def turns(self, view: View) -> Sequence[JobView]:
+    def turns(self, view: View) -> Sequence[JobProgress]:
         return view.jobs
 
-    def shares(self, jobs: Sequence[JobView], view: View) -> Sequence[JobView]:
+    def shares(self, jobs: Sequence[JobProgress], view: View) -> Sequence[JobProgress]:
         """Not those of a tenant that is a whole step ahead of another: a job gets one piece a step, so a tenant with
         many jobs would get many. The step is the shorter for it; no time is lost.
         """
         served = {tenant.name: tenant.served for tenant in view.tenants}
-        least = min([served.get(job.tenant, 0.0) for job in jobs], default=0.0)
-        return [job for job in jobs if served.get(job.tenant, 0.0) <= least + self.w_r * view.max_rows]
+        least = min([served.get(job.info.tenant, 0.0) for job in jobs], default=0.0)
+        return [job for job in jobs if served.get(job.info.tenant, 0.0) <= least + self.w_r * view.max_rows]
 
 
 def _within_shares(view: View, latency: LatencyModel) -> View:
@@ -68,12 +68,12 @@ def _within_shares(view: View, latency: LatencyModel) -> View:
 
     How near requests came to their SLOs is then not known of the TPOTs that are planned for.
     """
-    tenants = {each.tenant for group in (view.requests, view.waiting, view.jobs) for each in group}
+    tenants = {each.info.tenant for group in (view.requests, view.waiting, view.jobs) for each in group}
     if len(tenants) < 2:
         return view
     alone_s = LEAST_TIMES_ALONE * latency.decode_s(num_requests=1, context=SOLO_CONTEXT)
     least_s = min(view.tpot_s, len(tenants) * alone_s)
-    if all(request.tpot_s >= least_s for request in (*view.requests, *view.waiting)):
+    if all(request.info.tpot_s >= least_s for request in (*view.requests, *view.waiting)):
         return view
     return structs.replace(
         view,
@@ -83,5 +83,9 @@ def _within_shares(view: View, latency: LatencyModel) -> View:
     )
 
 
-def _no_tighter(requests: Sequence[RequestView], least_s: float) -> tuple[RequestView, ...]:
-    return tuple([each if each.tpot_s >= least_s else structs.replace(each, tpot_s=least_s) for each in requests])
+def _no_tighter(requests: Sequence[RequestProgress], least_s: float) -> tuple[RequestProgress, ...]:
+    return tuple([each if each.info.tpot_s >= least_s else _with_tpot(each, least_s) for each in requests])
+
+
+def _with_tpot(request: RequestProgress, tpot_s: float) -> RequestProgress:
+    return structs.replace(request, info=structs.replace(request.info, tpot_s=tpot_s))
