@@ -12,9 +12,9 @@ from coserve.engine.served_adapters import AdapterVersion
 from coserve.engine.text import TextStream
 from coserve.memory.kv_cache import PagedSequence
 from coserve.memory.prefix_index import PrefixOwner
-from coserve.scheduling.attainment import Taken, TakenTime
 from coserve.scheduling.plan import RequestInfo, RequestProgress
 from coserve.scheduling.slo import Slo
+from coserve.scheduling.slo.headroom import Taken, TakenTime
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

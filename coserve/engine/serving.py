@@ -19,11 +19,11 @@ from coserve.engine.request_queue import RequestQueue
 from coserve.engine.served_adapters import AdapterVersions
 from coserve.engine.text import TextStream
 from coserve.errors import RequestError
-from coserve.scheduling.attainment import RecentNeed, TakenTime
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import RequestInfo
 from coserve.scheduling.slo import DefaultSlo, Slo, feasible_slo
+from coserve.scheduling.slo.headroom import RecentNeed, TakenTime
 from coserve.settings import shown
 
 _NUM_RECORDS = 10_000

@@ -24,7 +24,6 @@ from coserve.engine.serving import Serving
 from coserve.engine.step_batch import build_batch, carry_out, observe
 from coserve.engine.tenant_charges import TenantCharges
 from coserve.errors import DeviceMemoryError
-from coserve.scheduling.attainment import taken_of
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.history import StepView
 from coserve.scheduling.latency import LatencyModel
@@ -32,6 +31,7 @@ from coserve.scheduling.plan import NeedView, Plan, RequestProgress, TenantView,
 from coserve.scheduling.policies import Policy
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import DefaultSlo
+from coserve.scheduling.slo.headroom import taken_of
 from coserve.scheduling.tenant_times import TenantTimes
 
 # How often the default SLO follows what steps really take.

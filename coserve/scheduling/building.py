@@ -7,13 +7,13 @@ from math import inf
 
 from msgspec import structs
 
-from coserve.scheduling.deadlines import SURE_MARGINS
 from coserve.scheduling.fusion import hybrid_tasks, is_before_backward, joined_tasklets, least_advanced, tasklet_rows
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.memory import MemoryPlan
 from coserve.scheduling.order import by_due
 from coserve.scheduling.pieces import CLEARLY, MOST_ROW_COST, largest_that_fits, least_urgent, rows_of_tile
 from coserve.scheduling.plan import JobProgress, Plan, PlannedLoss, PlannedRows, PlannedTasklets, RequestProgress, View
+from coserve.scheduling.slo.deadlines import SURE_MARGINS
 from coserve.scheduling.step_time import StepTime
 
 # The smallest window of a job, or piece of its loss, unless it is all that is left, or a forward pass may not have as

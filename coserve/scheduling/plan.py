@@ -150,7 +150,7 @@ class TenantView(msgspec.Struct, frozen=True, kw_only=True):
 
 class NeedView(msgspec.Struct, frozen=True):
     """What recent requests would have needed of their SLOs without jobs, 99 of 100 of them; 0 if nothing is known. At 1
-    there is nothing left for jobs (`scheduling.attainment`).
+    there is nothing left for jobs (`scheduling.slo.headroom`).
 
     late_share: of those that needed more than 1. time: the most that they needed lately of some seconds, for prompts
     and to decode at the pace of their SLOs; 0 in the first seconds, and in those after a long pause. known: how far the

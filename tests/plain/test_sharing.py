@@ -12,12 +12,12 @@ from msgspec import structs
 from coserve.devices.replay import as_it_ran
 from coserve.devices.step_messages import RequestRows, StepBatch, StepResult, Tasklets
 from coserve.engine.step_batch import observe
-from coserve.scheduling.attainment import taken_of
 from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Partition, Plan, PlannedRows, PlannedTasklets, Prediction
 from coserve.scheduling.profile import Curve, Profile
 from coserve.scheduling.sharing import Share, Sharing, SharingModel
+from coserve.scheduling.slo.headroom import taken_of
 
 HALVES = Partition(1, 1)
 ROWS = {"forward_rows": 4, "tasklet_rows": 256}

@@ -15,10 +15,10 @@ from coserve.engine.config import EngineConfig
 from coserve.engine.token_engine import TokenEngine
 from coserve.models import load_backbone
 from coserve.scheduling import JobProgress, LatencyModel, Plan, RequestProgress, View, make_policy
-from coserve.scheduling.deadlines import due_at_s
 from coserve.scheduling.policies.slack import Slack
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.sharing import Share, Sharing
+from coserve.scheduling.slo.deadlines import due_at_s
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.simulate.roofline import roofline_profile

@@ -26,7 +26,6 @@ from coserve.scheduling import JobProgress, LatencyModel, Plan, RequestProgress,
 from coserve.scheduling.building import GOOD_ROWS, LEAST_WINDOW_ROWS, LOSS_ROWS_STEP, PlanBuilder
 from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.counts import JobCounts
-from coserve.scheduling.deadlines import AIMED, RESERVE_TOKENS, SURE_MARGINS, Deadlines, decode_deadlines
 from coserve.scheduling.latency import ForwardLoad
 from coserve.scheduling.pieces import (
     LEAST_PREFILL_ROWS,
@@ -38,6 +37,7 @@ from coserve.scheduling.pieces import (
 from coserve.scheduling.plan import NeedView, PlannedLoss, PlannedTasklets
 from coserve.scheduling.policies.slack import MOST_SHARE, Slack, tightest_tpot_s, wait_share
 from coserve.scheduling.profile import Curve, OneCall, Profile
+from coserve.scheduling.slo.deadlines import AIMED, RESERVE_TOKENS, SURE_MARGINS, Deadlines, decode_deadlines
 from coserve.scheduling.step_overhead import StepOverhead
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile

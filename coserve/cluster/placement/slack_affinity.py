@@ -10,8 +10,8 @@ What is beyond LeMix:
   idle. An engine needs several, since its steps batch prompts; plans of one pass after the other say little of when it
   begins them, so that their number alone bounds what waits there. Until then tasks are in one queue: first requests
   that can still be in time, by their priorities and deadlines; then training; then requests that are late whatever is
-  done, which nobody gains from hurrying (as within a device, `scheduling.deadlines`). Late ones are bound where they
-  harm nobody, as training is, and as soon as a first stage is about to be free, so that no later stage runs out of
+  done, which nobody gains from hurrying (as within a device, `scheduling.slo.deadlines`). Late ones are bound where
+  they harm nobody, as training is, and as soon as a first stage is about to be free, so that no later stage runs out of
   work.
 - Batch work is bound last of all, when no request waits here. An engine runs it in what requests leave, so that it
   holds up none there, and several may wait on a node, where each of its steps finds enough of them.

@@ -24,14 +24,14 @@ from math import inf
 from typing import Protocol
 
 from coserve.scheduling.building import LEAST_WINDOW_ROWS, PlanBuilder
-from coserve.scheduling.deadlines import AIMED, due_at_s
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.lost_causes import lost_last
 from coserve.scheduling.order import by_due, by_priority, by_share
 from coserve.scheduling.pieces import largest_that_fits
 from coserve.scheduling.plan import JobProgress, Plan, RequestProgress, TenantView, View
 from coserve.scheduling.shared_memory import SharedMemoryPlan
 from coserve.scheduling.slo import SOLO_CONTEXT
+from coserve.scheduling.slo.deadlines import AIMED, due_at_s
+from coserve.scheduling.slo.infeasible import lost_last
 from coserve.scheduling.tenant_times import MAX_CREDIT_S, max_credit_s
 
 # A step lasts half a TPOT of the default SLO, or as many decode steps of one request if that is more. The third number

@@ -8,10 +8,10 @@ step if that is due. Between any two of its steps the device could turn to reque
 from collections.abc import Sequence
 
 from coserve.scheduling.building import PlanBuilder
-from coserve.scheduling.deadlines import AIMED
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.memory import MemoryPlan
 from coserve.scheduling.plan import JobProgress, Plan, View
+from coserve.scheduling.slo.deadlines import AIMED
 
 
 def has_requests(view: View) -> bool:

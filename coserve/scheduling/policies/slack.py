@@ -1,8 +1,8 @@
 """The default: requests first, then as much fine-tuning as fits before the tightest deadline.
 
-`scheduling.deadlines` says when tokens are due. The time to the tightest deadline is the step's budget. Prompts take
-from it what they need to be in time, and more where decoding requests have it to spare; lost causes come last. Jobs get
-what is left, and stop before any of these would be late:
+`scheduling.slo.deadlines` says when tokens are due. The time to the tightest deadline is the step's budget. Prompts
+take from it what they need to be in time, and more where decoding requests have it to spare; lost causes come last.
+Jobs get what is left, and stop before any of these would be late:
 
 - A step at the pace of the SLOs takes nothing of what was banked, so jobs may have it, also where they may have nothing
   else, unless requests just hold their TTFT, or too few have been seen to rule it out. This is all that token fusion
@@ -36,15 +36,15 @@ from math import inf
 from typing import ClassVar
 
 from coserve.scheduling.building import PlanBuilder
-from coserve.scheduling.deadlines import AIMED, Deadlines, decode_deadlines, due_at_s, sure_by_s
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.lost_causes import has_waited, is_lost, lost_last
 from coserve.scheduling.memory import MemoryPlan, rows_to_go
 from coserve.scheduling.order import by_priority
 from coserve.scheduling.pieces import WHOLE_STRETCH
 from coserve.scheduling.plan import JobProgress, NeedView, Plan, RequestProgress, View
 from coserve.scheduling.policies._tenants import needs_shares, plan_shared
 from coserve.scheduling.policies.base import Policy, setting
+from coserve.scheduling.slo.deadlines import AIMED, Deadlines, decode_deadlines, due_at_s, sure_by_s
+from coserve.scheduling.slo.infeasible import has_waited, is_lost, lost_last
 
 # Where others want the time that requests save, prompts leave one TPOT in every bank as long as they need less than
 # this share of the time to be in time; then they take the share that they need, though requests be late meanwhile that

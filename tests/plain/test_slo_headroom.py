@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from coserve.scheduling.attainment import RecentNeed, Taken, TakenTime, taken_of
 from coserve.scheduling.plan import NeedView, Plan, Prediction
+from coserve.scheduling.slo.headroom import RecentNeed, Taken, TakenTime, taken_of
 
 
 def test_who_comes_within_a_step_waits_for_the_rest_of_it():
