@@ -235,7 +235,7 @@ class EngineCore:
             num_pages_free=pages.pool.num_free,
             num_pages_by_owner=owned,
             num_pages_for_requests=pages.num_available + num_held + requests.num_batch_pages(),
-            slack=max(0.0, 1 - loop.last_need.time),
+            slack=max(0.0, 1 - loop.last_slo_use.time),
             margin=self.latency.corrections.margin,
             num_slos_clamped=self._serving.num_slos_clamped,
             slo=self._default_slo.value,

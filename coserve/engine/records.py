@@ -100,7 +100,7 @@ class EngineStats:
     num_pages_by_owner, as those of "weights", and those of moments as "optimizer". num_pages_for_requests: that
     requests could have now: free ones, those of prefixes that no request uses, of optimizers, and of packs and batch
     work, which make room. slack: share of the time that SLOs of
-    requests leave over: 1 less the most that they needed of some seconds lately (`NeedView.time`), 0 at least; as of
+    requests leave over: 1 less the most that they needed of some seconds lately (`SloUse.time`), 0 at least; as of
     the last step.
     """
 

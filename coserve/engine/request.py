@@ -14,7 +14,7 @@ from coserve.memory.kv_cache import PagedSequence
 from coserve.memory.prefix_index import PrefixOwner
 from coserve.scheduling.plan import RequestInfo, RequestProgress
 from coserve.scheduling.slo import Slo
-from coserve.scheduling.slo.headroom import Taken, TakenTime
+from coserve.scheduling.slo.taken_time import Taken, TakenTime
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

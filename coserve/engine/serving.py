@@ -23,7 +23,8 @@ from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import RequestInfo
 from coserve.scheduling.slo import DefaultSlo, Slo, feasible_slo
-from coserve.scheduling.slo.headroom import RecentNeed, TakenTime
+from coserve.scheduling.slo.headroom import SloHeadroom
+from coserve.scheduling.slo.taken_time import TakenTime
 from coserve.settings import shown
 
 _NUM_RECORDS = 10_000
@@ -65,7 +66,7 @@ class Serving:
         self.end_tokens, self._shares_prefixes = end_tokens, shares_prefixes
         self.records: deque[RequestRecord] = deque(maxlen=_NUM_RECORDS)
         self.num_slos_clamped = 0
-        self.taken_time, self.need = TakenTime(), RecentNeed()
+        self.taken_time, self.headroom = TakenTime(), SloHeadroom()
         self._seeds = Random(0)
 
     def add(
@@ -193,7 +194,7 @@ class Serving:
                 chunk = request.end("stop")  # by itself: the token before is part of the text
                 emit(chunk)
             if (request.num_output <= 1 or chunk.finish_reason is not None) and not request.is_batch:
-                self._note_need(request, now_s)
+                self._note_slo_use(request, now_s)
             if chunk.finish_reason is not None:
                 if not request.is_batch:
                     self.records.append(record_of(request))
@@ -214,14 +215,14 @@ class Serving:
             self._emit(request.end("error", reason))
             self._leave(request)
 
-    def _note_need(self, request: Request, now_s: float) -> None:
-        """What a request needed by itself that has its first token, or has ended."""
+    def _note_slo_use(self, request: Request, now_s: float) -> None:
+        """Note what a request used by itself of its SLO that has its first token, or has ended."""
         if request.num_output <= 1:
             ttft_s = now_s - request.info.arrival_s - sum(request.taken_before)
-            self.need.add_first_token(now_s, ttft_s / request.info.ttft_s)
+            self.headroom.add_first_token(now_s, ttft_s / request.info.ttft_s)
         elif request.finish_reason is not None and request.first_token_s is not None:
             decoding_s = now_s - request.first_token_s - sum(request.taken)
-            self.need.add_end(now_s, decoding_s / (request.num_output - 1) / request.info.tpot_s)
+            self.headroom.add_end(now_s, decoding_s / (request.num_output - 1) / request.info.tpot_s)
 
     def _leave(self, request: Request) -> None:
         """A request is over: everything that it holds goes back."""

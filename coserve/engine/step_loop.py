@@ -27,11 +27,11 @@ from coserve.errors import DeviceMemoryError
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.history import StepView
 from coserve.scheduling.latency import LatencyModel
-from coserve.scheduling.plan import NeedView, Plan, RequestProgress, TenantView, View
+from coserve.scheduling.plan import Plan, RequestProgress, SloUse, TenantView, View
 from coserve.scheduling.policies import Policy
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import DefaultSlo
-from coserve.scheduling.slo.headroom import taken_of
+from coserve.scheduling.slo.taken_time import taken_of
 from coserve.scheduling.tenant_times import TenantTimes
 
 # How often the default SLO follows what steps really take.
@@ -51,7 +51,7 @@ class StepLoop:
     """One step after the other, of all requests and jobs of an engine.
 
     num_steps: that the device has done. last_result: of the last plan; None if that ran nothing, or the device failed.
-    last_need: what requests needed of their SLOs when the last step was planned. times: what each tenant was served.
+    last_slo_use: what requests needed of their SLOs when the last step was planned. times: what each tenant was served.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class StepLoop:
         self.num_steps = 0
         self.last_plan = Plan()
         self.last_result: StepResult | None = None
-        self.last_need = NeedView()
+        self.last_slo_use = SloUse()
         self._step: _Begun | None = None  # under way
         pages.on_move = self._move_pages
         log.on_lost = self._close_running
@@ -260,7 +260,7 @@ class StepLoop:
             batch_waiting = self._requests.waiting_progress(is_batch=True)
         if not self._policy.serves_batch:
             requests, batch, waiting, batch_waiting = requests + batch, (), waiting + batch_waiting, ()
-        self.last_need, slo = self._serving.need.view(now_s), self._default_slo.value
+        self.last_slo_use, slo = self._serving.headroom.use(now_s), self._default_slo.value
         return View(
             now_s=now_s,
             requests=requests,
@@ -276,7 +276,7 @@ class StepLoop:
             tpot_s=slo.tpot_s,
             max_rows=self._max_step_rows,
             max_requests=self._config.max_requests,
-            need=self.last_need,
+            slo_use=self.last_slo_use,
             num_units=self._device.info.num_units,
             history=self._history,
             give_back_s=self._swap.give_back_s,
@@ -300,7 +300,7 @@ class StepLoop:
         observe(self._latency, plan, result, parameters, models, step_s=now_s - started_s)
         taken = taken_of(plan, step_s=result.seconds - result.copy_s, forward_s=result.forward_s)
         self._serving.taken_time.add(taken, started_s=started_s, ended_s=now_s)
-        self._serving.need.add_step(plan, taken, started_s=started_s, ended_s=now_s)
+        self._serving.headroom.add_step(plan, taken, started_s=started_s, ended_s=now_s)
         self._charges.note_step(batch, result, started_s=started_s, now_s=now_s)
         if batch.requests:
             self._serving.apply(batch, result, started_s=started_s, now_s=now_s)

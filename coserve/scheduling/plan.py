@@ -132,74 +132,83 @@ def whole_pack(counts: JobCounts, num_rows: int, mean_context_len: float = 0.0) 
 
 
 class TenantView(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant that has requests or jobs here, or had some lately.
-
-    Attributes:
-        served: Weighted tokens that it was served (`scheduling.fairness`).
-        used_s: Seconds of the device that it was served, divided by its weight (`scheduling.tenant_times`).
-        weight: Its part of the device beside the others'.
-        is_present: Whether it has work now.
-    """
+    """A tenant that has requests or jobs here, or had some lately."""
 
     name: str
+    """Name of the tenant."""
     served: float = 0.0
+    """Weighted tokens that it was served (`scheduling.fairness`)."""
     used_s: float = 0.0
+    """Seconds of the device that it was served, divided by its weight (`scheduling.tenant_times`)."""
     weight: float = 1.0
+    """Its part of the device beside the others'."""
     is_present: bool = True
+    """Whether it has work now."""
 
 
-class NeedView(msgspec.Struct, frozen=True):
-    """What recent requests would have needed of their SLOs without jobs, 99 of 100 of them; 0 if nothing is known. At 1
-    there is nothing left for jobs (`scheduling.slo.headroom`).
-
-    late_share: of those that needed more than 1. time: the most that they needed lately of some seconds, for prompts
-    and to decode at the pace of their SLOs; 0 in the first seconds, and in those after a long pause. known: how far the
-    requests seen so far tell what 99 of 100 need, from 0 to 1.
+class SloUse(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """Shares of their SLOs that recent requests would have used without jobs, 99 of 100 of them; 0 if nothing is known,
+    and at 1 nothing is left for jobs (`scheduling.slo.headroom`).
     """
 
     ttft: float = 0.0
+    """Share of the TTFT."""
     tpot: float = 0.0
+    """Share of the TPOT."""
     late_share: float = 0.0
+    """Share of the requests that would have used more than 1."""
     time: float = 0.0
+    """Largest share of some seconds lately that requests used, for prompts and to decode at the pace of their SLOs; 0
+    in the first seconds, and in those after a long pause."""
     known: float = 0.0
+    """How far the requests seen so far tell what 99 of 100 use, from 0 to 1."""
 
 
-_UNKNOWN_NEED = NeedView()
+_UNKNOWN_USE = SloUse()
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
     """The engine at the moment of planning.
 
-    requests: those that run, in the order of admission. waiting: those that wait for pages, in the order in which they
-    came, preempted ones first. batch, batch_waiting: the same of batch work, for which nobody waits; of a policy that
-    does not tell the two apart (`Policy.serves_batch`) they are among the others. jobs: the one that has been served
-    least first. num_free_pages: that could be had now: free ones, and those of prefixes that nobody uses. num_pages: of
-    the pool (0: not known). block_tokens: tokens of a page. ttft_s, tpot_s: the SLO of a request that brings none, such
-    as the next to arrive. max_rows: the most rows of a forward pass. max_requests: the most that run at once. need: how
-    near to their SLOs requests are by themselves. num_units: of the device, for a `Partition`; 1: it cannot be divided.
-    history: what the policy has the engine remember (`Policy.make_history`); None if that is nothing. give_back_s:
-    within how many seconds packs, requests and weights of other models that make room have given their pages back.
-    tenants: for policies that tell tenants apart (`Policy.is_fair`); the others see none.
+    A policy that does not tell batch work apart (`Policy.serves_batch`) finds it among the requests.
     """
 
     now_s: float
+    """Time of planning."""
     requests: tuple[RequestProgress, ...] = ()
+    """Sequences that run, in the order of admission."""
     waiting: tuple[RequestProgress, ...] = ()
+    """Sequences that wait for pages, in the order in which they came, preempted ones first."""
     batch: tuple[RequestProgress, ...] = ()
+    """Sequences of batch work that run; nobody waits for these."""
     batch_waiting: tuple[RequestProgress, ...] = ()
+    """Sequences of batch work that wait for pages."""
     jobs: tuple[JobProgress, ...] = ()
+    """Jobs that could do something, the one that has been served least first."""
     tenants: tuple[TenantView, ...] = ()
+    """Tenants, for policies that tell them apart (`Policy.is_fair`)."""
     num_free_pages: int = 0
+    """Pages that could be had now: free ones, and those of prefixes that nobody uses."""
     num_pages: int = 0
+    """Pages of the pool; 0: not known."""
     block_tokens: int = 16
+    """Tokens of a page."""
     ttft_s: float = inf
+    """TTFT of a request that brings no SLO, such as the next to arrive."""
     tpot_s: float = inf
+    """TPOT of such a request."""
     max_rows: int = 2048
+    """Maximum number of rows of a forward pass."""
     max_requests: int = 256
-    need: NeedView = _UNKNOWN_NEED
+    """Maximum number of sequences that run at once."""
+    slo_use: SloUse = _UNKNOWN_USE
+    """How near to their SLOs requests are by themselves."""
     num_units: int = 1
+    """Units of the device, for a `Partition`; 1: it cannot be divided."""
     history: Any = None
+    """What the policy has the engine remember (`Policy.make_history`); None if that is nothing."""
     give_back_s: float = 0.0
+    """Seconds within which packs, requests and weights of other models that make room have given back their pages."""
 
 
 class PlannedRows(msgspec.Struct, frozen=True, gc=False):

@@ -17,7 +17,7 @@ from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Partition, Plan, PlannedRows, PlannedTasklets, Prediction
 from coserve.scheduling.profile import Curve, Profile
 from coserve.scheduling.sharing import Share, Sharing, SharingModel
-from coserve.scheduling.slo.headroom import taken_of
+from coserve.scheduling.slo.taken_time import taken_of
 
 HALVES = Partition(1, 1)
 ROWS = {"forward_rows": 4, "tasklet_rows": 256}

@@ -4,8 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from coserve.scheduling.plan import NeedView, Plan, Prediction
-from coserve.scheduling.slo.headroom import RecentNeed, Taken, TakenTime, taken_of
+from coserve.scheduling.plan import Plan, Prediction, SloUse
+from coserve.scheduling.slo.headroom import SloHeadroom
+from coserve.scheduling.slo.taken_time import Taken, TakenTime, taken_of
 
 
 def test_who_comes_within_a_step_waits_for_the_rest_of_it():
@@ -29,11 +30,11 @@ def test_what_jobs_took_and_what_the_machine_did():
     assert taken_of(Plan(), step_s=0.3, forward_s=0.0) == (0.3, 0.0)
 
 
-def needs(slowness: list[float], *, decode_s: float = 0.04, tpot_s: float = 0.1, steps: int = 30) -> list[NeedView]:
+def needs(slowness: list[float], *, decode_s: float = 0.04, tpot_s: float = 0.1, steps: int = 30) -> list[SloUse]:
     """After each of some requests, one after the other, that decode alone: that took these many times what the profile
     says.
     """
-    need, time, now_s, found = RecentNeed(), TakenTime(), 0.0, list[NeedView]()
+    need, time, now_s, found = SloHeadroom(), TakenTime(), 0.0, list[SloUse]()
     for times in slowness:
         start_s, before = now_s, time.total
         for _ in range(steps):
@@ -45,7 +46,7 @@ def needs(slowness: list[float], *, decode_s: float = 0.04, tpot_s: float = 0.1,
             now_s = ended_s
         own_s = now_s - start_s - sum(time.total.since(before))
         need.add_end(now_s, own_s / steps / tpot_s)
-        found.append(need.view(now_s))
+        found.append(need.use(now_s))
     return found
 
 
@@ -62,23 +63,23 @@ def test_a_minute_in_which_the_machine_was_slow_says_nothing_about_the_minutes_a
 
 
 def test_what_99_of_100_need_is_known_after_some_hundred_requests_or_two_minutes():
-    many, few = RecentNeed(), RecentNeed()
-    assert many.view(5.0).known == 0
+    many, few = SloHeadroom(), SloHeadroom()
+    assert many.use(5.0).known == 0
     for index in range(256):
         many.add_end(5.0, 0.5)
-        assert many.view(5.0).known == (index + 1) / 256
+        assert many.use(5.0).known == (index + 1) / 256
     few.add_end(5.0, 0.5)
-    assert 0 < few.view(5.0).known < 0.01 and few.view(65.0).known == 0.5 and few.view(200.0).known == 1
-    assert few.view(2000.0).known == 0, "it was a long time ago"
+    assert 0 < few.use(5.0).known < 0.01 and few.use(65.0).known == 0.5 and few.use(200.0).known == 1
+    assert few.use(2000.0).known == 0, "it was a long time ago"
 
 
 def test_one_step_that_was_held_up_is_nobodys_need():
-    need = RecentNeed()
+    need = SloHeadroom()
     plan = Plan(prediction=Prediction(forward_s=0.4, prefill_s=0.4))
     taken = taken_of(plan, step_s=4.0, forward_s=4.0)
     need.add_step(plan, taken, started_s=0.0, ended_s=4.0)
     need.add_first_token(4.0, (4.0 - sum(taken)) / 2.0)
-    assert need.view(4.0).ttft == pytest.approx(2 * 0.4 / 2.0)
+    assert need.use(4.0).ttft == pytest.approx(2 * 0.4 / 2.0)
 
 
 def test_a_profile_that_is_wrong_does_not_matter():
@@ -88,8 +89,8 @@ def test_a_profile_that_is_wrong_does_not_matter():
 
 
 def test_a_clock_that_stands_still_is_no_infinitely_fast_device():
-    need, plan = RecentNeed(), Plan(prediction=Prediction(forward_s=0.1, decode_share=0.5))
+    need, plan = SloHeadroom(), Plan(prediction=Prediction(forward_s=0.1, decode_share=0.5))
     for _ in range(2000):
         need.add_step(plan, taken_of(plan, step_s=0.0, forward_s=0.0), started_s=1.0, ended_s=1.0)
     need.add_end(1.0, 0.5)
-    assert 0 < need.view(1.0).tpot < 0.5
+    assert 0 < need.use(1.0).tpot < 0.5

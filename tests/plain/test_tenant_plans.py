@@ -4,20 +4,20 @@ from collections import Counter
 
 from tenant_views import NOW_S, decoding, job, line, plan, prompt, running_line
 
-from coserve.scheduling.plan import NeedView, Plan
+from coserve.scheduling.plan import Plan, SloUse
 
 
 def prefilled(made: Plan) -> list[str]:
     return [rows.item for rows in made.rows if rows.kind == "prefill"]
 
 
-def test_a_lost_cause_gets_its_rows_after_a_prompt_of_its_tenant_that_can_be_in_time():
+def test_an_infeasible_request_gets_its_rows_after_a_prompt_of_its_tenant_that_can_be_in_time():
     lost, timely = prompt("lost", "a", 1000, arrival_s=NOW_S - 3), prompt("timely", "a", 40)
     made = plan({"a": 0.0, "b": 0.0}, requests=(lost, timely), jobs=(job("j", "b"),))
     assert prefilled(made)[0] == "timely"
 
 
-def test_a_lost_cause_is_admitted_after_a_request_of_its_tenant_that_can_be_in_time():
+def test_an_infeasible_request_is_admitted_after_a_request_of_its_tenant_that_can_be_in_time():
     lost, timely = prompt("lost", "a", 1000, arrival_s=NOW_S - 3), prompt("timely", "a", 40)
     made = plan({"a": 0.0, "b": 0.0}, waiting=(lost, timely), jobs=(job("j", "b"),), num_free_pages=20)
     assert made.admit == ("timely",)
@@ -156,10 +156,10 @@ def test_a_pack_that_makes_room_in_the_plan_in_which_it_begins_is_not_begun():
 
 
 def test_a_step_of_jobs_of_several_tenants_is_as_short_as_of_one_where_requests_need_nearly_all_of_their_ttft():
-    need = NeedView(ttft=0.9)
+    need = SloUse(ttft=0.9)
     steps = []
     for tenants in ({"a": 0.0}, {"a": 0.0, "b": 0.0}):
         jobs = tuple([job(f"j{name}", name) for name in tenants])
-        steps.append(plan(tenants, jobs=jobs, need=need))
+        steps.append(plan(tenants, jobs=jobs, slo_use=need))
     one, two = steps
     assert 0 < two.prediction.backward_s <= one.prediction.backward_s + 0.01

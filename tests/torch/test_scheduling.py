@@ -34,10 +34,13 @@ from coserve.scheduling.pieces import (
     least_urgent,
     rows_of_tile,
 )
-from coserve.scheduling.plan import NeedView, PlannedLoss, PlannedTasklets
-from coserve.scheduling.policies.slack import MOST_SHARE, Slack, tightest_tpot_s, wait_share
+from coserve.scheduling.plan import PlannedLoss, PlannedTasklets, SloUse
+from coserve.scheduling.policies.slack import Slack
 from coserve.scheduling.profile import Curve, OneCall, Profile
+from coserve.scheduling.slo.allowance import Allowance
 from coserve.scheduling.slo.deadlines import AIMED, RESERVE_TOKENS, SURE_MARGINS, Deadlines, decode_deadlines
+from coserve.scheduling.slo.deadlines import due_at_s as deadlines_due_at_s
+from coserve.scheduling.slo.step_budget import MOST_SHARE
 from coserve.scheduling.step_overhead import StepOverhead
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
@@ -49,12 +52,18 @@ GPU = Hardware(name="gpu", flops_per_s=4e14, bytes_per_s=2e12, call_s=5e-6)
 SLOW = Hardware(name="slow", flops_per_s=1e10, bytes_per_s=1e9, call_s=1e-4)
 EPSILON = 1e-9
 SLACK = Slack()
-MOST_GAP_TPOTS, RESERVE_TPOTS, due_at_s = SLACK.max_gap_tpots, SLACK.reserve_tpots, SLACK.due_at_s
+MOST_GAP_TPOTS, RESERVE_TPOTS = SLACK.max_gap_tpots, SLACK.reserve_tpots
+
+
+def due_at_s(request: RequestProgress, reserve_tpots: float = 0.0) -> float:
+    return deadlines_due_at_s(request, max_gap_tpots=MOST_GAP_TPOTS, reserve_tpots=reserve_tpots)
+
+
 POLICIES = policy_names()
 
 
 def arrival_wait_s(seen: View) -> float:
-    return SLACK.arrival_wait_s(seen, tightest_tpot_s(seen, seen.requests))
+    return SLACK.budget(seen, make_latency(), seen.requests).arrival_wait_s
 
 
 @cache
@@ -144,7 +153,7 @@ def view(*items: RequestProgress | JobProgress, **fields: float) -> View:
 
 def near(*items: RequestProgress) -> View:
     """Requests that come near their TPOT by themselves."""
-    return structs.replace(view(*items), need=NeedView(tpot=0.8))
+    return structs.replace(view(*items), slo_use=SloUse(tpot=0.8))
 
 
 def plan(policy: str, seen: View, latency: LatencyModel | None = None) -> Plan:
@@ -395,7 +404,7 @@ def test_fine_tuning_ends_before_the_tightest_deadline_by_prediction(seen, hardw
     least.tune(seen.jobs, 0.0)
     indivisible = not seen.requests and made == least.build()
     soonest_s = seen.now_s + latency.forward_s(decode_load([r for r in seen.requests if r.num_rows == 1]))
-    # Others may be lost causes; one that is due now is one, since its step has not begun.
+    # Others may be infeasible; one that is due now is, since its step has not begun.
     timely = [request for request in seen.requests if due_at_s(request) >= soonest_s and due_at_s(request) > seen.now_s]
     # A token at the pace of its SLO takes nothing of the bank.
     paces_s = {r.id: inf if r.first_token_s is None else r.last_token_s + r.info.tpot_s for r in timely}
@@ -427,7 +436,8 @@ def test_prompts_end_before_the_tightest_deadline_by_prediction(seen, hardware, 
     deadline_s = min((due_at_s(r) for r in seen.requests if r.num_rows == 1), default=inf) - seen.now_s
     decoding_s = latency.forward_s(decode_load([r for r in seen.requests if r.num_rows == 1]))
     # For prompts that would be late otherwise.
-    most_s = max(decoding_s / (1 - MOST_SHARE), SLACK.max_gap_tpots * tightest_tpot_s(seen, seen.requests))
+    tpot_s = SLACK.budget(seen, latency, seen.requests).tpot_s
+    most_s = max(decoding_s / (1 - MOST_SHARE), MOST_GAP_TPOTS * tpot_s)
     lost_s = seen.tpot_s  # the pace of requests that are late whatever happens
     assert made.predicted_s <= max(deadline_s, most_s, lost_s) + EPSILON
 
@@ -452,7 +462,7 @@ def deadlines(request: RequestProgress, *, margin: float) -> Deadlines:
         [request],
         now_s=10.0,
         decode_s=0.1,
-        lost_tpot_s=0.4,
+        infeasible_tpot_s=0.4,
         max_gap_tpots=4.0,
         prompt_reserve_tpots=0.0,
         reserve_tpots=0.5,
@@ -530,7 +540,7 @@ def test_requests_whose_prompts_take_all_that_they_may_are_not_late_by_what_a_st
             [request],
             now_s=now_s,
             decode_s=0.015,
-            lost_tpot_s=tpot_s,
+            infeasible_tpot_s=tpot_s,
             max_gap_tpots=4.0,
             prompt_reserve_tpots=0.0,
             reserve_tpots=0.5,
@@ -580,9 +590,9 @@ def test_a_request_that_has_only_its_reserve_left_gives_jobs_no_more_than_its_pa
 def test_requests_that_were_late_by_themselves_leave_jobs_nothing_at_their_pace():
     request = decoding(num_output=6, first_token_s=7.85, last_token_s=9.9)
     seen = view(request, job(phase="backward"))
-    assert tunes(plan("slack", structs.replace(seen, need=NeedView(tpot=0.9, time=1.0, known=1.0))))
-    for late in NeedView(tpot=1.0, time=1.0, known=1.0), NeedView(ttft=0.99, tpot=0.9, time=1.0, known=1.0):
-        assert not tunes(plan("slack", structs.replace(seen, need=late)))
+    assert tunes(plan("slack", structs.replace(seen, slo_use=SloUse(tpot=0.9, time=1.0, known=1.0))))
+    for late in SloUse(tpot=1.0, time=1.0, known=1.0), SloUse(ttft=0.99, tpot=0.9, time=1.0, known=1.0):
+        assert not tunes(plan("slack", structs.replace(seen, slo_use=late)))
 
 
 def test_near_their_slos_requests_leave_jobs_the_more_of_their_pace_the_more_of_them_were_seen():
@@ -590,8 +600,8 @@ def test_near_their_slos_requests_leave_jobs_the_more_of_their_pace_the_more_of_
     seen = view(decoding(num_output=6, first_token_s=7.85, last_token_s=9.9), job(phase="backward", rows=4096))
 
     def seconds(tpot: float, known: float, ttft: float = 0.6) -> float:
-        need = NeedView(tpot=tpot, ttft=ttft, time=1.0, known=known)
-        return plan("slack", structs.replace(seen, need=need)).predicted_s
+        need = SloUse(tpot=tpot, ttft=ttft, time=1.0, known=known)
+        return plan("slack", structs.replace(seen, slo_use=need)).predicted_s
 
     assert seconds(0.9, 0.0) < seconds(0.9, 0.2) < seconds(0.9, 1.0)
     assert seconds(0.5, 0.0) == seconds(0.5, 1.0) >= seconds(0.9, 1.0)
@@ -605,11 +615,11 @@ def test_near_their_slos_requests_leave_jobs_nothing_until_it_is_known_how_much_
     """In the first seconds of a load that just fills it, what jobs take is never made up for."""
     seen = view(decoding(num_output=20, first_token_s=5.0, last_token_s=9.9), job(phase="backward"))
     for need, can_tune in (
-        (NeedView(tpot=0.9), False),
-        (NeedView(tpot=0.9, time=0.7), True),
-        (NeedView(tpot=0.5), True),
+        (SloUse(tpot=0.9), False),
+        (SloUse(tpot=0.9, time=0.7), True),
+        (SloUse(tpot=0.5), True),
     ):
-        assert tunes(plan("slack", structs.replace(seen, need=need))) == can_tune, need
+        assert tunes(plan("slack", structs.replace(seen, slo_use=need))) == can_tune, need
 
 
 def test_nothing_is_tuned_while_a_prompt_is_not_wholly_in():
@@ -708,7 +718,7 @@ def test_an_urgent_prompt_gets_what_its_deadline_needs_however_late_others_are()
     assert len(sizes) > 2 and max(sizes) > 1.5 * LEAST_PREFILL_ROWS
 
 
-def test_lost_causes_are_served_after_those_that_can_be_in_time():
+def test_infeasible_requests_are_served_after_those_that_can_be_in_time():
     latency = make_latency()
     lost, timely = prompt("lost", 1000, arrival_s=8.5), prompt("timely", 300)
     assert due_at_s(lost) - 10.0 < latency.prompt_s(1000)
@@ -717,14 +727,14 @@ def test_lost_causes_are_served_after_those_that_can_be_in_time():
     assert rows_of(plan("slack", view(lost, decoding(num_output=50)), latency), "prefill")["lost"] >= LEAST_PREFILL_ROWS
 
 
-def test_a_lost_cause_that_has_waited_for_ten_of_its_slos_is_served_first():
+def test_an_infeasible_request_that_has_waited_for_ten_of_its_slos_is_served_first():
     waited, timely = (prompt("lost", 1000, arrival_s=100 - wait_s) for wait_s in (20.5, 19.5)), prompt("timely", 300)
     for lost, first in zip(waited, ("lost", "timely"), strict=True):
         made = plan("slack", view(lost, changed(timely, arrival_s=100.0), now_s=100.0), make_latency())
         assert next(iter(rows_of(made, "prefill"))) == first
 
 
-def test_a_lost_cause_that_has_waited_for_very_long_gets_a_piece_beside_requests_that_just_hold_their_slos():
+def test_an_infeasible_request_that_has_waited_for_very_long_gets_a_piece_beside_marginal_ones():
     """Its smallest one where others can be in time, which the time is for."""
     latency, lost, timely = make_latency(), prompt("lost", 5000, arrival_s=40.0), prompt("timely", 300, arrival_s=98.6)
     others = [decoding(f"d{i}", tpot_s=0.1, num_output=50, first_token_s=95.0, last_token_s=100.0) for i in range(8)]
@@ -839,7 +849,7 @@ def test_jobs_get_less_the_nearer_requests_are_to_their_slo(field):
     request = decoding(num_output=50, last_token_s=10.0)
     times = []
     for need in (0.0, 0.8, 0.9, 0.95, 0.99, 1.0):
-        seen = structs.replace(view(request, job(phase="backward")), need=NeedView(**{field: need}))
+        seen = structs.replace(view(request, job(phase="backward")), slo_use=SloUse(**{field: need}))
         times.append(plan("slack", seen).prediction.backward_s)
     assert times == sorted(times, reverse=True) and times[0] > 0 and times[-1] == 0
 
@@ -982,8 +992,13 @@ def test_nothing_is_saved_up_where_steps_get_no_longer():
     load = ForwardLoad()
     load.add_decodes([decoding()])
     window_s = latency.with_window(load, job())(LEAST_WINDOW_ROWS) - latency.forward_s(load)
-    seen = view(decoding(num_output=20, tpot_s=10.0), job(), ttft_s=2 * window_s / wait_share(0.8), tpot_s=10.0)
-    (num_rows,) = rows_of(plan("slack", structs.replace(seen, need=NeedView(ttft=0.8)), latency), "window").values()
+    seen = view(
+        decoding(num_output=20, tpot_s=10.0),
+        job(),
+        ttft_s=2 * window_s / Allowance(SloUse(ttft=0.8)).wait_share,
+        tpot_s=10.0,
+    )
+    (num_rows,) = rows_of(plan("slack", structs.replace(seen, slo_use=SloUse(ttft=0.8)), latency), "window").values()
     assert LEAST_WINDOW_ROWS <= num_rows < GOOD_ROWS
 
 

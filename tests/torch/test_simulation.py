@@ -15,9 +15,10 @@ from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
 from coserve.engine.token_engine import TokenEngine
 from coserve.models import Backbone, load_backbone
-from coserve.scheduling import LatencyModel, View
-from coserve.scheduling.policies.slack import MOST_ARRIVAL_SHARE, Slack
+from coserve.scheduling import LatencyModel
+from coserve.scheduling.policies.slack import Slack
 from coserve.scheduling.profile import Profile
+from coserve.scheduling.slo.step_budget import MOST_ARRIVAL_SHARE
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.simulate.roofline import roofline_profile
@@ -91,7 +92,7 @@ def run(
 
 def arrival_wait_s(engine: TokenEngine) -> float:
     """What a request that arrives in an idle moment waits for the step that runs."""
-    return Slack().arrival_wait_s(View(now_s=0.0, ttft_s=engine.slo.ttft_s), engine.slo.tpot_s)
+    return Slack().arrival_wait_s(engine.slo.ttft_s, engine.slo.tpot_s)
 
 
 def quantile(values: list[float], share: float) -> float:

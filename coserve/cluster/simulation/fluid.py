@@ -16,7 +16,7 @@ from random import Random
 from coserve.cluster.simulation.node import Progress, Said
 from coserve.cluster.view import NodeProfile, NodeView, Placed, Task
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
-from coserve.scheduling.plan import View, whole_pack
+from coserve.scheduling.plan import whole_pack
 from coserve.scheduling.policies.slack import Slack
 
 # Tokens of a pack, and of the sequences in it.
@@ -68,7 +68,7 @@ class FluidNode:
         self._requests_s = self._recent_s = self._recent_busy = self._since_s = 0.0
         self._slack, self._utilisation = 1.0, 0.0
         self.num_tokens_trained = 0.0
-        self._step_s = Slack().arrival_wait_s(View(now_s=0.0, ttft_s=ttft_s), tpot_s)
+        self._step_s = Slack().arrival_wait_s(ttft_s, tpot_s)
         self._random = Random(name)
         self._set_speeds()
 

@@ -7,7 +7,8 @@ earlier steps gave too much or too little: pieces of work are lumps, and predict
 take turns by the same counters (`_plan_jobs`).
 
 Within its part, a tenant's requests come before its batch work and its jobs: first rows that decode, those first that
-have waited longest, then prompts by their deadlines, lost causes last. What a tenant leaves goes to jobs of the others.
+have waited longest, then prompts by their deadlines, infeasible ones last. What a tenant leaves goes to jobs of the
+others.
 
 An SLO is planned for as far as its tenant's part goes: it costs neither requests nor jobs of others. A TPOT that is
 tighter than the quantum makes steps shorter, unless its requests have saved up the time of a longer one. Short steps
@@ -31,7 +32,8 @@ from coserve.scheduling.plan import JobProgress, Plan, RequestProgress, TenantVi
 from coserve.scheduling.shared_memory import SharedMemoryPlan
 from coserve.scheduling.slo import SOLO_CONTEXT
 from coserve.scheduling.slo.deadlines import AIMED, due_at_s
-from coserve.scheduling.slo.infeasible import lost_last
+from coserve.scheduling.slo.infeasible import infeasible_last
+from coserve.scheduling.slo.step_budget import StepBudget
 from coserve.scheduling.tenant_times import MAX_CREDIT_S, max_credit_s
 
 # A step lasts half a TPOT of the default SLO, or as many decode steps of one request if that is more. The third number
@@ -61,11 +63,7 @@ class _SharedPolicy(Protocol):
 
     def queue(self, view: View) -> Sequence[RequestProgress]: ...
 
-    def due_at_s(self, request: RequestProgress, reserve_tpots: float = 0.0) -> float: ...
-
-    def max_jobs_s(self, view: View, tpot_s: float, requests_s: float) -> float: ...
-
-    def least_share_now(self, view: View) -> float: ...
+    def budget(self, view: View, latency: LatencyModel) -> StepBudget: ...
 
 
 @dataclass(kw_only=True)
@@ -164,7 +162,7 @@ def _share_memory(
         return row_s * request.num_rows / parts[request.info.tenant].tenant.weight
 
     if view.waiting:
-        waiting = [*lost_last(policy.queue(view), view, latency), *_first_lines(view)]
+        waiting = [*infeasible_last(policy.queue(view), view, latency), *_first_lines(view)]
         queue = by_share(waiting, used_s, cost_s)
         has_priorities = any(request.info.priority for request in view.waiting)
         memory.admit_waiting(by_priority(list(queue)) if has_priorities else queue)
@@ -195,12 +193,12 @@ def _plan_jobs(
     batch of rows. So tenants take turns instead of parts of the step: one that has been served more than another, by
     as much as half a step, waits.
     """
-    build = PlanBuilder(view, latency, memory)
-    until_s = build.step_s + policy.max_jobs_s(view, view.tpot_s, build.step_s)
+    build, budget = PlanBuilder(view, latency, memory), policy.budget(view, latency)
+    until_s = build.step_s + budget.max_jobs_s(build.step_s)
     parts = [part for part in parts if part.jobs]
     max_used_s = min([part.tenant.used_s for part in parts], default=0.0) + min(until_s, MAX_CREDIT_S) / 2
     jobs = [job for part in parts if part.tenant.used_s <= max_used_s for job in part.jobs]
-    build.tune(jobs, until_s, least_share=policy.least_share_now(view))
+    build.tune(jobs, until_s, least_share=budget.least_share)
     return build.build()
 
 
@@ -279,6 +277,7 @@ class _SharedStep:
         usual_s: float,
     ) -> None:
         self._policy, self._view, self._latency = policy, view, latency
+        self._budget = policy.budget(view, latency)
         self._quantum_s, self._usual_s = quantum_s, usual_s
         self._build = PlanBuilder(view, latency, memory)
         self._build_s = self._build.step_s
@@ -319,9 +318,9 @@ class _SharedStep:
         self._build.decode(decoding[:number])
 
     def _prefill(self, part: _Part) -> None:
-        """Add prompts of a tenant: those first that are due first, and lost causes last."""
-        prompts = by_priority(sorted(part.prompts, key=self._policy.due_at_s))
-        prompts = lost_last(prompts, self._view, self._latency)
+        """Add prompts of a tenant: those first that are due first, and infeasible ones last."""
+        prompts = by_priority(sorted(part.prompts, key=self._budget.due_at_s))
+        prompts = infeasible_last(prompts, self._view, self._latency)
         self._build.prefill(prompts, self._build.seconds + max(0.0, part.left_s), urgent=part.left_s > 0)
 
     def _tune(self, parts: Sequence[_Part]) -> None:

@@ -79,7 +79,7 @@ def _within_shares(view: View, latency: LatencyModel) -> View:
         view,
         requests=_no_tighter(view.requests, least_s),
         waiting=_no_tighter(view.waiting, least_s),
-        need=structs.replace(view.need, tpot=0.0),
+        slo_use=structs.replace(view.slo_use, tpot=0.0),
     )
 
 

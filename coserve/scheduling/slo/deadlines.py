@@ -4,7 +4,7 @@ A first token is due at arrival + TTFT. With k tokens out, the next is due at fi
 the mean time per token, so what earlier tokens came early is banked. It is never later than a gap that a reader would
 notice.
 
-A request is a lost cause if it could not keep its SLO even if all its remaining tokens came as fast as now possible.
+A request is infeasible if it could not keep its SLO even if all its remaining tokens came as fast as now possible.
 Nobody gains from hurrying it, so it is served last, at the pace of the default SLO (earliest-deadline-first does badly
 under overload for want of such a rule: late tasks make all others late).
 """
@@ -21,8 +21,8 @@ RESERVE_TOKENS = 8
 # Tokens are due at this share of their TPOT SLO: where they came exactly at it, every second request would be late by
 # what its last step takes longer than predicted.
 AIMED = 0.99
-# Beside lost causes alone, a step may last a decode step this many times.
-LOST_STRETCH = 1.25
+# Beside infeasible requests alone, a step may last a decode step this many times.
+INFEASIBLE_STRETCH = 1.25
 # The margin is what 95 of 100 steps stay within, and SLOs are promised to 99 of 100 requests: errors that are spread
 # normally are within 1.4 times as much then.
 SURE_MARGINS = 1.5
@@ -34,19 +34,18 @@ FREE_CATCH_UP_SHARE, LEAST_ANSWER_TOKENS = 0.3, 16
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """Of requests that decode; inf without any.
-
-    prompts_s: until when prompts may take time. jobs_s: until when jobs may. urgent_s: until when urgent prompts may:
-    each has its next token at the pace of its SLO, or can catch up later. free_s: until when any prompts may, where
-    nobody else wants the time that requests save: likewise, but that each is sure to catch up. extra_s: the most
-    seconds that jobs may still take from any of them.
-    """
+    """Times until which a step may last for requests that decode; inf without any."""
 
     prompts_s: float = inf
+    """Time until which prompts may take the step."""
     jobs_s: float = inf
+    """Time until which jobs may take it."""
     urgent_s: float = inf
+    """Time until which urgent prompts may: each request has its next token at the pace of its SLO, or can catch up."""
     free_s: float = inf
+    """Time until which any prompts may where nobody else wants the time that requests save: each surely catches up."""
     extra_s: float = inf
+    """Maximum number of seconds that jobs may still take from any of the requests."""
 
     def with_jobs_until(self, seconds: float) -> "Deadlines":
         """The same, but that jobs may take time until then at most."""
@@ -72,7 +71,7 @@ def decode_deadlines(
     *,
     now_s: float,
     decode_s: float,
-    lost_tpot_s: float,
+    infeasible_tpot_s: float,
     max_gap_tpots: float,
     prompt_reserve_tpots: float,
     reserve_tpots: float,
@@ -85,7 +84,7 @@ def decode_deadlines(
 
     Args:
         decode_s: what a step of all of them takes.
-        lost_tpot_s: the pace of lost causes.
+        infeasible_tpot_s: the pace of infeasible requests.
         prompt_reserve_tpots, reserve_tpots: what prompts and jobs leave in every bank.
         jobs_share: of a request's time per token, what jobs may take in all.
         margin: by which share a step may take longer than predicted. The next steps make up for what one was late by,
@@ -96,7 +95,7 @@ def decode_deadlines(
         return Deadlines()
     prompts_s = jobs_s = gap_s = urgent_s = free_s = extra_s = missed_s = inf
     end_s, limited = now_s + decode_s, jobs_share < inf
-    lost_pace_s = max(lost_tpot_s, LOST_STRETCH * decode_s)
+    late_pace_s = max(infeasible_tpot_s, INFEASIBLE_STRETCH * decode_s)
     most_kept_tpots = max(prompt_reserve_tpots, reserve_tpots)
     # Run for each of some hundred requests, so without calls.
     for request in requests:
@@ -107,19 +106,19 @@ def decode_deadlines(
         if first_s is None:  # preempted, or of a prompt of one token: due like any first token
             due_s = info.arrival_s + info.ttft_s
             if end_s > due_s:
-                due_s = last_s + lost_pace_s
+                due_s = last_s + late_pace_s
             else:
                 missed_s = min(missed_s, due_s)
             prompts_s, jobs_s, free_s = min(prompts_s, due_s), min(jobs_s, due_s), min(free_s, due_s)
             continue
         banked_s = first_s + num_output * tpot_s
         if end_s > banked_s and end_s - banked_s > (tpot_s - decode_s) * (request.num_left - 1):
-            lost_s = last_s + (tpot_s if tpot_s > lost_pace_s else lost_pace_s)
-            if lost_s < prompts_s:
-                prompts_s = lost_s
-            if lost_s < jobs_s:
-                jobs_s = lost_s
-            free_s = min(free_s, max(lost_s, last_s + max_gap_tpots * tpot_s))
+            late_s = last_s + (tpot_s if tpot_s > late_pace_s else late_pace_s)
+            if late_s < prompts_s:
+                prompts_s = late_s
+            if late_s < jobs_s:
+                jobs_s = late_s
+            free_s = min(free_s, max(late_s, last_s + max_gap_tpots * tpot_s))
             continue
         due_s = first_s + num_output * asked_s
         if due_s < missed_s:

@@ -1,13 +1,13 @@
-"""How near to their SLOs requests are by themselves: what jobs must not take.
+"""How near to their SLOs requests come by themselves: what jobs must not take.
 
 Invariant 7 asks that SLOs which inference alone can hold are held beside jobs. What inference alone would do is not
 seen while jobs run; but it is close to what happened, less the seconds that work of jobs took meanwhile. Each request
-that ends adds what it needed in this sense, as a share of its SLO, and a policy has jobs give way as the largest of
-these come near 1.
+that ends adds what it used in this sense, as a share of its SLO, and a policy has jobs give way as the largest of these
+come near 1.
 
-What requests need is remembered for long, and with few of them the slowest one counts. So it is remembered in seconds
-of the profile, and seen as what it would be at the present speed of the device: a minute in which another process
-had the machine, or the first prompt of a process, says nothing about the minutes after it.
+What requests use is remembered for long, and with few of them the slowest one counts. So it is remembered in seconds of
+the profile, and seen as what it would be at the present speed of the device: a minute in which another process had the
+machine, or the first prompt of a process, says nothing about the minutes after it.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -15,18 +15,19 @@ from collections import deque
 from math import exp
 from typing import NamedTuple
 
-from coserve.scheduling.plan import NeedView, Plan, Prediction
+from coserve.scheduling.plan import Plan, SloUse
+from coserve.scheduling.slo.taken_time import Taken, profiled_s
 
 # Requests that are remembered, and for how long: yesterday's peak says nothing about tonight.
 _NUM_REQUESTS, _MEMORY_S = 512, 900.0
 # SLOs are promised to 99 of 100.
 _QUANTILE = 0.99
-# What 99 of 100 need is known from this many requests on, or once they have been watched for this many seconds.
+# What 99 of 100 use is known from this many requests on, or once they have been watched for this many seconds.
 _KNOWN_REQUESTS, _KNOWN_S = 256, 120.0
-# What needed more than this was lost whatever jobs did: one fewer of the 100th that may be. Where more than this share
-# was lost, the promise is broken anyway, and is made to the others.
-_LOST, _MOST_LOST_SHARE = 1.25, 0.05
-# Seconds over which what requests need of the time is averaged, and for which the most of it is remembered.
+# What used more than this was infeasible whatever jobs did: one fewer of the 100th that may be. Where more than this
+# share was, the promise is broken anyway, and is made to the others.
+_INFEASIBLE, _MAX_INFEASIBLE_SHARE = 1.25, 0.05
+# Seconds over which what requests use of the time is averaged, and for which the most of it is remembered.
 _MEAN_S, _PEAK_S = 5.0, 60.0
 # Seconds after which a step weighs a third of what it did in the device's speed of now; and how much slower than it one
 # step can make it.
@@ -35,70 +36,18 @@ _SPEED_S, _MOST_SLOWER = 10.0, 2.0
 _LEAST_SLOWNESS = 0.01
 
 
-class Taken(NamedTuple):
-    """Seconds that requests did not need themselves. jobs_s: work of jobs took them. machine_s: rows of requests took
-    them beyond what the profile says (below 0: they took less).
-    """
-
-    jobs_s: float = 0.0
-    machine_s: float = 0.0
-
-    def since(self, earlier: "Taken", share: float = 1.0) -> "Taken":
-        """What was taken since an earlier moment, or a share of it."""
-        jobs_s, machine_s = self.jobs_s - earlier.jobs_s, self.machine_s - earlier.machine_s
-        return Taken(share * jobs_s, share * machine_s)
-
-
-class TakenTime:
-    """What has been taken of an engine's time in all."""
+class SloHeadroom:
+    """What recent requests left of their SLOs: plain bookkeeping of what each used by itself."""
 
     def __init__(self) -> None:
-        self.total = Taken()
-        self._step = (0.0, 0.0, Taken())  # the last: its start, its end, the total before it
-
-    def add(self, taken: Taken, *, started_s: float, ended_s: float) -> None:
-        """A step was run in which this was taken."""
-        self._step = started_s, ended_s, self.total
-        self.total = Taken(self.total.jobs_s + taken.jobs_s, self.total.machine_s + taken.machine_s)
-
-    def at(self, moment_s: float) -> Taken:
-        """As of a moment in the last step, or after it: who arrives meanwhile waits for the rest of the step."""
-        started_s, ended_s, before = self._step
-        if moment_s >= ended_s:
-            return self.total
-        if moment_s <= started_s:
-            return before
-        return self.total.since(self.total.since(before, (ended_s - moment_s) / (ended_s - started_s)))
-
-
-def taken_of(plan: Plan, *, step_s: float, forward_s: float) -> Taken:
-    """What was taken of a step that took this long, and its forward pass: jobs and batch work took all but the rows of
-    requests that somebody waits for, in seconds of the whole device.
-    """
-    planned = plan.prediction
-    if not planned.forward_s:
-        return Taken(step_s - forward_s)
-    own_s = forward_s * planned.forward_speed * (1 - (planned.window_s + planned.batch_s) / planned.forward_s)
-    return Taken(step_s - own_s, own_s - _profiled_s(planned))
-
-
-def _profiled_s(planned: Prediction) -> float:
-    """What the requests' rows take by the profile."""
-    return (planned.forward_s - planned.window_s - planned.batch_s) / planned.forward_correction
-
-
-class RecentNeed:
-    """Shares of their SLOs that recent requests needed; plain bookkeeping."""
-
-    def __init__(self) -> None:
-        self._ttft, self._tpot, self._time, self._speed = _Recent(), _Recent(), _TimeNeeded(), _Slowness()
+        self._ttft, self._tpot, self._time, self._speed = _Recent(), _Recent(), _TimeUsed(), _Slowness()
 
     def add_first_token(self, now_s: float, share: float) -> None:
-        """A request has its first token, for which it needed this share of its TTFT, less what was taken."""
+        """A request has its first token, for which it used this share of its TTFT, less what was taken."""
         self._ttft.add(now_s, share)
 
     def add_end(self, now_s: float, share: float) -> None:
-        """A request has ended that needed this share of its TPOT, less what was taken."""
+        """A request has ended that used this share of its TPOT, less what was taken."""
         self._tpot.add(now_s, share)
 
     def add_step(self, plan: Plan, taken: Taken, *, started_s: float, ended_s: float) -> None:
@@ -106,16 +55,16 @@ class RecentNeed:
         planned = plan.prediction
         if not planned.forward_s:
             return
-        profiled_s, seconds = _profiled_s(planned), ended_s - started_s
-        self._speed.add(profiled_s, profiled_s + taken.machine_s, seconds)
-        needed_s = (planned.decode_share * seconds + planned.prefill_s) / planned.forward_correction
-        self._time.add(started_s, ended_s, needed_s)
+        own_s, seconds = profiled_s(planned), ended_s - started_s
+        self._speed.add(own_s, own_s + taken.machine_s, seconds)
+        used_s = (planned.decode_share * seconds + planned.prefill_s) / planned.forward_correction
+        self._time.add(started_s, ended_s, used_s)
 
-    def view(self, now_s: float) -> NeedView:
-        """What 99 of 100 recent requests needed at most, and how many needed more than there was."""
+    def use(self, now_s: float) -> SloUse:
+        """Return what 99 of 100 recent requests used at most, and how many used more than there was."""
         slowness = self._speed.now
         ttft, tpot = self._ttft.at(now_s, slowness), self._tpot.at(now_s, slowness)
-        return NeedView(
+        return SloUse(
             ttft=ttft.quantile,
             tpot=tpot.quantile,
             late_share=ttft.late_share + tpot.late_share,
@@ -150,21 +99,21 @@ class _Summary(NamedTuple):
 _NOTHING_KNOWN = _Summary()
 
 
-class _TimeNeeded:
-    """The largest mean over some seconds of the share of the time that requests needed."""
+class _TimeUsed:
+    """The largest mean over some seconds of the share of the time that requests used."""
 
     def __init__(self) -> None:
-        self._since_s, self._needed_s = 0.0, 0.0
+        self._since_s, self._used_s = 0.0, 0.0
         self._means: deque[tuple[float, float]] = deque()
         self._peak = 0.0  # of these
 
-    def add(self, started_s: float, ended_s: float, needed_s: float) -> None:
+    def add(self, started_s: float, ended_s: float, used_s: float) -> None:
         if started_s - self._since_s > _PEAK_S:  # it was idle for long
-            self._since_s, self._needed_s = started_s, 0.0
-        self._needed_s += needed_s
+            self._since_s, self._used_s = started_s, 0.0
+        self._used_s += used_s
         if ended_s - self._since_s >= _MEAN_S:
-            self._means.append((ended_s, self._needed_s / (ended_s - self._since_s)))
-            self._since_s, self._needed_s = ended_s, 0.0
+            self._means.append((ended_s, self._used_s / (ended_s - self._since_s)))
+            self._since_s, self._used_s = ended_s, 0.0
             self._peak = max(self._peak, self._means[-1][1])
 
     def peak(self, now_s: float) -> float:
@@ -205,13 +154,13 @@ class _Recent:
         return min(1.0, max(len(self._recent) / _KNOWN_REQUESTS, watched_s / _KNOWN_S))
 
     def _summarize(self, times: float) -> _Summary:
-        shares, most = self._sorted, _LOST / times
+        shares, most = self._sorted, _INFEASIBLE / times
         if not shares or shares[0] > most:
             return _NOTHING_KNOWN
         num_held, num_all = len(shares), len(shares)
         if shares[-1] > most:
             num_held = bisect_right(shares, most)
-        counted = num_held if num_all - num_held > _MOST_LOST_SHARE * num_all else num_all
+        counted = num_held if num_all - num_held > _MAX_INFEASIBLE_SHARE * num_all else num_all
         index = min(num_held - 1, int(_QUANTILE * (counted - 1) + 0.5))
         return _Summary(times * shares[index], 1 - bisect_right(shares, 1 / times) / num_all)
 

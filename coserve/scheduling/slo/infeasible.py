@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import RequestProgress, View
 
-# A lost cause that has waited for this many of its TTFT SLOs has its turn before all others.
+# An infeasible request that has waited for this many of its TTFT SLOs has its turn before all others.
 MAX_WAIT_TTFTS = 10.0
 
 
-def is_lost(request: RequestProgress, view: View, latency: LatencyModel) -> bool:
+def is_infeasible(request: RequestProgress, view: View, latency: LatencyModel) -> bool:
     """Return whether a first token comes too late even if nothing else runs; not if it was so for very long."""
     if request.first_token_s is not None or has_waited(request, view):
         return False
@@ -19,11 +19,12 @@ def is_lost(request: RequestProgress, view: View, latency: LatencyModel) -> bool
 
 def has_waited(request: RequestProgress, view: View) -> bool:
     """Return whether a request has waited for its first token until its turn has come, whatever else waits."""
-    return request.first_token_s is None and view.now_s - request.info.arrival_s > MAX_WAIT_TTFTS * request.info.ttft_s
+    waited_s = view.now_s - request.info.arrival_s
+    return request.first_token_s is None and waited_s > MAX_WAIT_TTFTS * request.info.ttft_s
 
 
-def lost_last(queue: Sequence[RequestProgress], view: View, latency: LatencyModel) -> Sequence[RequestProgress]:
-    """Return a queue in its order, but with lost causes at its end."""
+def infeasible_last(queue: Sequence[RequestProgress], view: View, latency: LatencyModel) -> Sequence[RequestProgress]:
+    """Return a queue in its order, but with infeasible requests at its end."""
     if all(view.now_s <= request.info.arrival_s + request.info.ttft_s for request in queue):
         return queue
-    return sorted(queue, key=lambda request: is_lost(request, view, latency))
+    return sorted(queue, key=lambda request: is_infeasible(request, view, latency))

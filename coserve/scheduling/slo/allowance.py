@@ -1,0 +1,105 @@
+"""What jobs may take of requests' time, by how much of their SLOs recent requests used by themselves (`SloUse`).
+
+Far from their SLOs requests lose nothing that they would miss. Near them, what jobs take now makes all later requests
+late, the more so the fuller the time is: a queue that hardly ever empties passes every delay on.
+
+How each value was found, and what happens at half and at twice of it: benchmarks/slack-constants.md.
+"""
+
+from math import inf
+
+from coserve.scheduling.plan import SloUse
+
+# Requests that use more of an SLO than this are near it: each may lose to jobs no more than was left.
+NEAR = 0.75
+# Requests that use more of their TTFT than this are marginal: they hold it only just.
+MARGINAL = 0.97
+# Requests that use less of their TTFT than this, of what is known of it, have time for the prompts of a burst.
+FAR = 0.5
+# Requests near their TPOT may lose this share of their time per token, times u / (1 - u) with u the unfilled time.
+FAR_SHARE = 0.25
+# Near an SLO jobs get less from the first of these shares of filled time on, and nothing above the second.
+FILLED = 0.8, 0.9
+# A step of jobs may take no more than this share of what TTFTs have left, in units of what they use.
+WAIT_SHARE_OF_REST = 0.3
+# Every bank keeps at least this many TPOTs near an SLO, so that a burst of prompts finds them.
+NEAR_RESERVE_TPOTS = 1.5
+# Near an SLO jobs get this much of `least_share`, unless more requests than the second share are late without jobs.
+NEAR_LEAST_SHARE, MOST_LATE_SHARE = 0.02, 0.05
+
+
+class Allowance:
+    """What jobs may take at one use of SLOs. Worked out where it is asked for: a plan asks for part of it."""
+
+    def __init__(self, use: SloUse) -> None:
+        self._use = use
+
+    @property
+    def nearness(self) -> float:
+        """Return the larger of the shares of TTFT and TPOT that requests use; 1: nothing is left."""
+        return max(self._use.ttft, self._use.tpot)
+
+    @property
+    def is_near(self) -> bool:
+        """Return whether requests come near one of their SLOs by themselves."""
+        return self.nearness > NEAR
+
+    @property
+    def frees_pace(self) -> bool:
+        """Return whether prompts without jobs beside them may go beyond the pace of the SLOs: requests are known to use
+        little of their TPOT, or none has been seen.
+        """
+        return self._use.tpot <= NEAR if self._use.tpot else not self._use.known
+
+    @property
+    def least_share(self) -> float:
+        """Return how much of the policy's `least_share` jobs get. Where requests are marginal, each is late by all that
+        jobs took since the device was last idle: there it is next to nothing.
+        """
+        return NEAR_LEAST_SHARE if self.is_near and self._use.late_share < MOST_LATE_SHARE else 1.0
+
+    def reserve_tpots(self, usual: float) -> float:
+        """Return what jobs leave in every bank, in TPOTs; usual: far from the SLOs."""
+        return max(usual, NEAR_RESERVE_TPOTS if self.is_near else 0.0)
+
+    @property
+    def jobs_share(self) -> float:
+        """Return what jobs may take of a request's time per token, in all: as much as they like where requests are far
+        from their TPOT; nothing where they use all of it, or where the time was filled lately, or may have been. Where
+        first tokens have time, the use of the TPOT says little (`pace_share`): how far the time was filled counts.
+        """
+        use = self._use
+        if use.tpot <= NEAR:
+            return inf
+        if not use.time:
+            return 0.0
+        unfilled = self._unfilled
+        share = unfilled * max(0.0, 1 - use.tpot) ** 2 / (use.tpot - NEAR)
+        if use.ttft >= FAR * use.known or use.tpot >= 1:
+            return share
+        return inf if unfilled == 1 else max(share, FAR_SHARE * unfilled / (1 - unfilled))
+
+    @property
+    def pace_share(self) -> float:
+        """Return what jobs may take of a step at the pace of the SLOs. Requests that are held to this pace are more
+        when a burst of prompts comes, and have saved up less for it: harmless, unless requests are marginal at their
+        TTFT, or may be. The first burst that shows it is late by what jobs took before; less so where time is left in
+        which its queue ends. The TPOT tells nothing of that as long as it is held: prompts, too, may take all of a step
+        at this pace, whether they have to or not.
+        """
+        use = self._use
+        if use.tpot <= NEAR:
+            return 1.0
+        if not use.time or use.tpot >= 1 or use.ttft >= MARGINAL:
+            return 0.0
+        return 1.0 if use.ttft < FAR * use.known else max(use.known**2, self._unfilled)
+
+    @property
+    def wait_share(self) -> float:
+        """Return what a step of jobs may take of a TTFT: nothing where requests use all of it."""
+        return WAIT_SHARE_OF_REST * max(0.0, 1 - self._use.ttft) / max(self._use.ttft, WAIT_SHARE_OF_REST)
+
+    @property
+    def _unfilled(self) -> float:
+        """Return how far requests left the time unfilled lately: 1 up to the first of FILLED, 0 from the second on."""
+        return max(0.0, min(1.0, (FILLED[1] - self._use.time) / (FILLED[1] - FILLED[0])))
