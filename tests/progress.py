@@ -1,5 +1,6 @@
 """Requests and jobs as policies see them, for tests: every number by its name, whether it stays the same or changes."""
 
+import dataclasses
 from typing import Any, TypeVar
 
 from msgspec import structs
@@ -19,7 +20,8 @@ def make_request(id: str, **fields: Any) -> RequestProgress:
 def changed(item: T, **fields: Any) -> T:
     """Return a request or a job with other fields, its own or its info's."""
     info = {name: fields.pop(name) for name in item.info.__struct_fields__ if name in fields}
-    return structs.replace(item, info=structs.replace(item.info, **info), **fields)
+    replace: Any = dataclasses.replace if isinstance(item, RequestProgress) else structs.replace
+    return replace(item, info=structs.replace(item.info, **info), **fields)
 
 
 def make_job(id: str, phase: JobPhase | str, *, counts: JobCounts, tenant: str = "", **fields: Any) -> JobProgress:

@@ -149,10 +149,13 @@ class Request:
         """Return how far it is while it runs: for a policy, until the next step is planned."""
         sequence = self.sequence
         assert sequence is not None
-        num_rows = len(self.tokens) - sequence.length
-        progress = self._bring_up_to_date(num_rows, sequence.length, sequence.num_pages_missing(num_rows))
+        progress = self._progress
+        progress.num_past = num_past = sequence.length
+        progress.num_rows = num_rows = len(self.tokens) - num_past
+        progress.num_pages = sequence.num_pages_missing(num_rows)
         progress.num_held = len(sequence.pages)
         progress.may_start = self.prefix_source is None or self.may_start
+        self._bring_up_to_date(progress)
         return progress
 
     def progress_waiting(self, num_known: int, num_pages: int, *, is_held: bool) -> RequestProgress:
@@ -163,9 +166,13 @@ class Request:
             num_pages: that its admission would take.
             is_held: whether it may not start yet.
         """
-        progress = self._bring_up_to_date(len(self.tokens) - num_known, num_known, num_pages)
+        progress = self._progress
+        progress.num_past = num_known
+        progress.num_rows = len(self.tokens) - num_known
+        progress.num_pages = num_pages
         progress.num_held = 0
         progress.may_start = not is_held and (self.prefix_source is None or self.may_start)
+        self._bring_up_to_date(progress)
         return progress
 
     def wait(self) -> None:
@@ -183,12 +190,8 @@ class Request:
             last_token_s=self.last_token_s,
         )
 
-    def _bring_up_to_date(self, num_rows: int, num_past: int, num_pages: int) -> RequestProgress:
+    def _bring_up_to_date(self, progress: RequestProgress) -> None:
         """What runs and what waits have in common; field by field, since a step does this some hundred times."""
-        progress = self._progress
-        progress.num_rows = num_rows
-        progress.num_past = num_past
-        progress.num_pages = num_pages
         progress.num_output = num_output = self.num_output
         progress.first_token_s = self.first_token_s
         progress.last_token_s = self.last_token_s
@@ -197,7 +200,6 @@ class Request:
         progress.num_left = num_left if num_left > 1 else 1
         progress.num_sure = self._num_sure - num_output
         progress.jobs_s = self._taken_time.total.jobs_s - self._taken_mark.jobs_s
-        return progress
 
     # -- what a device is told ------------------------------------------------------
 

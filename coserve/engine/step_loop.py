@@ -262,12 +262,12 @@ class StepLoop:
             requests, batch, waiting, batch_waiting = requests + batch, (), waiting + batch_waiting, ()
         self.last_slo_use, slo = self._serving.headroom.use(now_s), self._default_slo.value
         return View(
-            now_s=now_s,
-            requests=requests,
-            waiting=waiting,
-            batch=batch,
-            batch_waiting=batch_waiting,
-            jobs=self._jobs.progress(now_s, without=without),
+            now_s,
+            requests,
+            waiting,
+            batch,
+            batch_waiting,
+            self._jobs.progress(now_s, without=without),
             tenants=self._tenants(now_s) if self._policy.is_fair else (),
             num_free_pages=self._pages.num_available,
             num_pages=self._pages.pool.num_pages,

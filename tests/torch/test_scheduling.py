@@ -191,8 +191,8 @@ def views(draw: st.DrawFn) -> View:
             num_output = rng.randint(1, 50)
             first_s = now_s - num_output * tpot_s * rng.uniform(0.3, 1.1)
             last_s = rng.uniform(first_s, now_s)
-            item = structs.replace(item, first_token_s=first_s, last_token_s=last_s, num_output=num_output)
-            item = structs.replace(
+            item = changed(item, first_token_s=first_s, last_token_s=last_s, num_output=num_output)
+            item = changed(
                 item, num_rows=1 if rng.random() < 0.9 else item.num_rows, num_past=rng.randint(1, 2000)
             )
         if rng.random() < 0.3:
@@ -574,7 +574,7 @@ def test_a_late_request_stops_fine_tuning_and_is_served_itself():
     assert due_at_s(late) < 10.0
     for phase in ("forward", "backward", "update"):
         assert tunes(plan("slack", view(decoding(), job(phase=phase))))
-        made = plan("slack", view(decoding(), structs.replace(late, id="late"), job(phase=phase)))
+        made = plan("slack", view(decoding(), changed(late, id="late"), job(phase=phase)))
         assert not tunes(made) and rows_of(made, "decode") == {"r": 1, "late": 1}
 
 
@@ -583,7 +583,7 @@ def test_a_request_that_has_only_its_reserve_left_gives_jobs_no_more_than_its_pa
     assert due_at_s(request, RESERVE_TPOTS) <= 10.0 < due_at_s(request) - 0.1
     made = plan("slack", view(request, job(phase="backward")))
     assert tunes(made) and made.predicted_s <= due_at_s(request) - 10.0
-    hasty = structs.replace(request, last_token_s=9.7)
+    hasty = changed(request, last_token_s=9.7)
     assert plan("slack", view(hasty, job(phase="backward"))).predicted_s <= 9.7 + request.info.tpot_s - 10.0
 
 
@@ -695,7 +695,7 @@ def test_an_urgent_prompt_makes_late_who_can_catch_up_and_nobody_else():
     made = plan("slack", near(timely, urgent), latency)
     assert rows_of(made, "prefill")["p"] > LEAST_PREFILL_ROWS
     assert made.predicted_s <= due_at_s(timely) - 10.0 + EPSILON
-    more = plan("slack", near(structs.replace(timely, num_left=100), urgent), latency)
+    more = plan("slack", near(changed(timely, num_left=100), urgent), latency)
     assert rows_of(more, "prefill")["p"] > rows_of(made, "prefill")["p"]
 
 
@@ -713,7 +713,7 @@ def test_an_urgent_prompt_gets_what_its_deadline_needs_however_late_others_are()
         last_s = now_s
         if rows == urgent.num_rows:
             break
-        urgent = structs.replace(urgent, num_rows=urgent.num_rows - rows, num_past=urgent.num_past + rows)
+        urgent = changed(urgent, num_rows=urgent.num_rows - rows, num_past=urgent.num_past + rows)
     assert latency.prompt_s(1000) < now_s - 10.0 <= 3.0
     assert len(sizes) > 2 and max(sizes) > 1.5 * LEAST_PREFILL_ROWS
 
@@ -743,7 +743,7 @@ def test_an_infeasible_request_that_has_waited_for_very_long_gets_a_piece_beside
     assert alone["lost"] >= LEAST_PREFILL_ROWS - len(others)
     both = rows_of(plan("slack", view(lost, timely, *beside, now_s=100.0), latency), "prefill")
     assert both["lost"] == alone["lost"] and both["timely"] >= LEAST_PREFILL_ROWS - len(others)
-    second = structs.replace(lost, id="second")
+    second = changed(lost, id="second")
     assert list(rows_of(plan("slack", view(lost, second, timely, *beside, now_s=100.0), latency), "prefill")) == [
         "lost",
         "timely",
@@ -760,7 +760,7 @@ def test_a_request_that_cannot_be_in_time_does_not_hold_up_jobs(tpot_s):
     # One that can still catch up does.
     late = decoding("late", tpot_s=0.2, num_output=40, first_token_s=1.0, last_token_s=10.0)
     assert due_at_s(late) < 10.0 and not tunes(plan("slack", view(late, job())))
-    assert tunes(plan("slack", view(structs.replace(late, num_left=5), job()))), "too few tokens are left for that"
+    assert tunes(plan("slack", view(changed(late, num_left=5), job()))), "too few tokens are left for that"
 
 
 def test_a_prompt_alone_is_run_in_pieces_that_an_arrival_may_wait_for():
@@ -812,7 +812,7 @@ def test_drawing_masks_and_scoring_take_time():
         masked.prediction.forward_s == pytest.approx(latency.forward_s(load))
         and masked.prediction.forward_s > 1.01 * greedy.prediction.forward_s
     )
-    asked = structs.replace(prompt(rows=100), num_scored=99)
+    asked = changed(prompt(rows=100), num_scored=99)
     bare, scored = (plan("slack", view(each), latency) for each in (prompt(rows=100), asked))
     assert scored.prediction.forward_s > bare.prediction.forward_s + 0.9 * make_profile().score.at(99)
 
@@ -831,7 +831,7 @@ def test_backward_work_has_a_limit_so_that_the_rest_is_in_time():
 
 def test_jobs_give_way_while_a_request_waits_for_pages():
     items = decoding(num_output=50), structs.replace(job(phase="backward"), num_pages=500)
-    blocked = structs.replace(prompt("waits", 320, arrival_s=9.5), num_pages=20)
+    blocked = changed(prompt("waits", 320, arrival_s=9.5), num_pages=20)
     free = structs.replace(view(*items, ttft_s=2.0), num_pages=1000, num_free_pages=900)
     assert tunes(plan("slack", free))
     queued = structs.replace(free, num_free_pages=10, waiting=(blocked,))
@@ -841,7 +841,7 @@ def test_jobs_give_way_while_a_request_waits_for_pages():
     assert not tunes(plan("slack", other)), "nothing can be dropped: it is to be done soon"
     lost = changed(blocked, arrival_s=0.0)
     assert plan("slack", structs.replace(other, waiting=(lost,), num_free_pages=990)).admit == ("waits",)
-    assert tunes(plan("slack", structs.replace(other, requests=(), waiting=(structs.replace(lost, num_pages=2000),))))
+    assert tunes(plan("slack", structs.replace(other, requests=(), waiting=(changed(lost, num_pages=2000),))))
 
 
 @pytest.mark.parametrize("field", ["ttft", "tpot"])
@@ -916,11 +916,11 @@ def test_without_jobs_a_prompt_with_time_makes_requests_late_that_are_sure_to_ca
 
     pace_s, longest_s = due_at_s(begun) - 10.0, predicted_s(view(begun, relaxed))
     assert 2 * pace_s < longest_s <= MOST_GAP_TPOTS * 0.2 + EPSILON
-    unsure, ending = structs.replace(begun, num_sure=-1), structs.replace(begun, num_left=5, num_sure=5)
+    unsure, ending = changed(begun, num_sure=-1), changed(begun, num_left=5, num_sure=5)
     unsure_s = predicted_s(view(unsure, relaxed))
     assert pace_s < unsure_s < longest_s, "most answers have some tokens"
     assert predicted_s(view(ending, relaxed)) < unsure_s, "which this one has not"
-    grown = structs.replace(unsure, num_output=40, first_token_s=10 - 39 * 0.2)
+    grown = changed(unsure, num_output=40, first_token_s=10 - 39 * 0.2)
     assert predicted_s(view(grown, relaxed)) <= pace_s + EPSILON, "it may end with any token"
     assert predicted_s(near(begun, relaxed)) <= pace_s + EPSILON, "they came near their TPOT lately"
     assert predicted_s(view(begun, relaxed, job())) <= pace_s + EPSILON, "jobs want the time that they save"

@@ -17,7 +17,7 @@ from coserve.scheduling.policies.base import Policy, setting
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedTraining(Policy):
-    """See the module."""
+    """Chunked training: a chunk of one size of a job in every step."""
 
     summary: ClassVar[str] = "a chunk of one size of a job in every step (chunked training)"
     runs_whole_passes: ClassVar[bool] = True

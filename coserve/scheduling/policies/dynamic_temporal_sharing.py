@@ -96,7 +96,7 @@ def interval_at(pressure: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicTemporalSharing(Policy):
-    """See the module."""
+    """Temporal sharing at an interval that follows the load."""
 
     summary: ClassVar[str] = "temporal sharing at an interval that follows the load (FlexLLM appendix A)"
     runs_whole_passes: ClassVar[bool] = True

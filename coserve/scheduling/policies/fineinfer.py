@@ -17,7 +17,7 @@ from coserve.scheduling.policies.base import Policy, setting
 
 @dataclass(frozen=True, kw_only=True)
 class Fineinfer(Policy):
-    """See the module."""
+    """FineInfer's deferred continuous batching: jobs while requests are deferred, to run together."""
 
     summary: ClassVar[str] = "jobs while requests are deferred, to run together (FineInfer)"
     runs_whole_passes: ClassVar[bool] = True

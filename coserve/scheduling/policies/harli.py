@@ -132,7 +132,7 @@ class _Starving(History):
 
 @dataclass(frozen=True, kw_only=True)
 class Harli(Policy):
-    """See the module."""
+    """HARLI's scheduler: decoding on the part of the device that just keeps the SLO, jobs on the rest."""
 
     summary: ClassVar[str] = "decoding on the part of the device that just keeps the SLO, jobs on the rest (HARLI)"
 

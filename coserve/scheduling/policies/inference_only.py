@@ -10,7 +10,7 @@ from coserve.scheduling.policies.slack import Slack
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceOnly(Slack):
-    """See the module."""
+    """The baseline without jobs."""
 
     summary: ClassVar[str] = "requests alone; jobs stand still"
 

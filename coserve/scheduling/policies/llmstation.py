@@ -123,7 +123,7 @@ class _Records(LatencyRecords, History):
 
 @dataclass(frozen=True, kw_only=True)
 class Llmstation(Policy):
-    """See the module."""
+    """LLMStation's scheduler: with every decode step as many tuning tasklets as a planner allows."""
 
     summary: ClassVar[str] = "with every decode step, as many tuning tasklets as a planner allows (LLMStation)"
 

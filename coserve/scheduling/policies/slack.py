@@ -47,7 +47,7 @@ CAN_WAIT_TIMES = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Slack(Policy):
-    """See the module."""
+    """The default policy: requests first, jobs in whatever time their SLOs leave over."""
 
     summary: ClassVar[str] = "requests first, jobs in whatever time their SLOs leave over"
     serves_batch: ClassVar[bool] = True
@@ -166,9 +166,10 @@ class Slack(Policy):
 
     def _share_memory(self, view: View, latency: LatencyModel, batch_share: float, *, tunes: bool) -> MemoryPlan:
         """Return the pages that change hands."""
-        memory, budget = MemoryPlan(view), self.budget(view, latency)
+        memory = MemoryPlan(view)
 
         def can_wait(request: RequestProgress, job: JobProgress) -> bool:
+            budget = self.budget(view, latency)
             if budget.allowance.is_near:
                 return False
             left_s = budget.due_at_s(request, self.reserve_tpots) - view.now_s

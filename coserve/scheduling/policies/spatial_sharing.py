@@ -17,7 +17,7 @@ from coserve.scheduling.policies.base import Policy, setting
 
 @dataclass(frozen=True, kw_only=True)
 class SpatialSharing(Policy):
-    """See the module."""
+    """Requests and jobs side by side on fixed shares of the device."""
 
     summary: ClassVar[str] = "requests and jobs side by side on fixed shares of the device (FlexLLM section 8.2)"
 

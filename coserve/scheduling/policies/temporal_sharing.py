@@ -29,7 +29,7 @@ class _Iterations(History):
 
 @dataclass(frozen=True, kw_only=True)
 class TemporalSharing(Policy):
-    """See the module."""
+    """FlexLLM's temporal sharing: an iteration of tuning after every n of inference."""
 
     summary: ClassVar[str] = "an iteration of tuning after every n of inference (FlexLLM section 8.2)"
     runs_whole_passes: ClassVar[bool] = True

@@ -15,7 +15,7 @@ from coserve.scheduling.policies.base import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFusion(Policy):
-    """See the module."""
+    """FlexLLM's hybrid token scheduler: every step filled up to the tightest TPOT SLO."""
 
     summary: ClassVar[str] = "every step filled up to the tightest TPOT SLO (FlexLLM)"
 

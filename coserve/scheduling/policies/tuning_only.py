@@ -13,7 +13,7 @@ from coserve.scheduling.policies.base import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class TuningOnly(Policy):
-    """See the module."""
+    """The baseline without requests."""
 
     summary: ClassVar[str] = "jobs alone; requests wait"
 

@@ -10,7 +10,7 @@ default.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from msgspec import structs
@@ -26,7 +26,7 @@ from coserve.scheduling.slo import LEAST_TIMES_ALONE, SOLO_CONTEXT
 
 @dataclass(frozen=True, kw_only=True)
 class Vtc(Slack):
-    """See the module."""
+    """The default policy with fair shares of tokens among tenants."""
 
     summary: ClassVar[str] = "slack with fair shares among tenants (virtual token counter, FlexLLM appendix C)"
     shares_time: ClassVar[bool] = False
@@ -88,4 +88,4 @@ def _no_tighter(requests: Sequence[RequestProgress], least_s: float) -> tuple[Re
 
 
 def _with_tpot(request: RequestProgress, tpot_s: float) -> RequestProgress:
-    return structs.replace(request, info=structs.replace(request.info, tpot_s=tpot_s))
+    return replace(request, info=structs.replace(request.info, tpot_s=tpot_s))

@@ -33,16 +33,8 @@ class Allowance:
 
     def __init__(self, use: SloUse) -> None:
         self._use = use
-
-    @property
-    def nearness(self) -> float:
-        """Return the larger of the shares of TTFT and TPOT that requests use; 1: nothing is left."""
-        return max(self._use.ttft, self._use.tpot)
-
-    @property
-    def is_near(self) -> bool:
-        """Return whether requests come near one of their SLOs by themselves."""
-        return self.nearness > NEAR
+        self.is_near = use.ttft > NEAR or use.tpot > NEAR
+        """Whether requests come near one of their SLOs by themselves."""
 
     @property
     def frees_pace(self) -> bool:

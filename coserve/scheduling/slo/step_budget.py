@@ -74,6 +74,9 @@ class PromptsNeed(NamedTuple):
     """Time at which the first of them is due that is not late yet."""
 
 
+_NO_PROMPTS = PromptsNeed(0.0, MOST_SHARE, [], [], inf)
+
+
 class PrefillBudget(NamedTuple):
     """What prompts may take of a step."""
 
@@ -116,6 +119,8 @@ class StepBudget:
 
     def prompts_need(self, prompts: Sequence[RequestProgress], decode_s: float) -> PromptsNeed:
         """Return what prompts need beside a decode step of this length."""
+        if not prompts:
+            return _NO_PROMPTS
         now_s, late = self._view.now_s, 1 + self._latency.corrections.margin
         max_share = max(MOST_SHARE, 1 - decode_s / (self._settings.max_gap_tpots * self.tpot_s))
         due_s = {each.id: self.due_at_s(each) for each in prompts}
