@@ -3,10 +3,9 @@
 Graphs are immutable and hashable, so equal blocks share one compiled program.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -120,14 +119,9 @@ class Graph:
         return tuple(map(tuple, runs))
 
     @cached_property
-    def gated_units(self) -> dict[str, Node]:
-        """The first of two nodes that run at once -> the node that makes a gated unit of their outputs, right after."""
-        found = {}
-        for run, after in pairwise(self.runs):
-            made = [name for node in run for name in node.output.values()]
-            if len(run) == 2 and after[0].operator.is_gated_unit and list(after[0].input.values()) == made:
-                found[run[0].name] = after[0]
-        return found
+    def rewritten(self) -> dict[Hashable, Any]:
+        """What this graph was rewritten to, by what it was rewritten for: a memory of those who do it every step."""
+        return {}
 
     @cached_property
     def frees(self) -> dict[str, tuple[str, ...]]:

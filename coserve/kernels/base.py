@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coserve.kernels.attention import AttentionBatch, AttentionRoom, AttentionSpec, Segment
 from coserve.kernels.gated_delta import GatedDeltaGradients, GatedDeltaRows, GatedDeltaSpec, GatedDeltaWeights
-from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRankRows
+from coserve.kernels.low_rank import AdapterBatch, AdapterRows
 from coserve.kernels.row_copies import RowCopies
 from coserve.kernels.trace import Trace, TracedCalls
 
@@ -133,22 +133,6 @@ class Backend(ABC):
     @abstractmethod
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
-
-    def product_and_low_rank(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
-    ) -> Tensor | None:
-        """`product` with what is added to its columns, of which none is in two of these, rounded once; None where
-        nothing is faster than `low_rank_product` onto it.
-        """
-        return None
-
-    def gated_product(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
-    ) -> Tensor | None:
-        """`silu_mul` of the halves of `product_and_low_rank`, each written to a tensor of `keep`, [n, out / 2], too;
-        None where nothing is faster than these two and a copy.
-        """
-        return None
 
     @abstractmethod
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:

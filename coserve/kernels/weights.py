@@ -7,7 +7,6 @@ Another kind of storage is one class more, with a `format` by which it is asked 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from coserve.errors import ModelError
 from coserve.kernels.cuts import Cut
-from coserve.kernels.low_rank import LowRankRows
 
 if TYPE_CHECKING:
     from coserve.kernels.base import Backend
@@ -53,15 +51,6 @@ class Weight(ABC):
     def product(self, backend: "Backend", x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + b; x [n, in], bias [out] -> [n, out]."""
 
-    def product_and_low_rank(
-        self, backend: "Backend", x: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
-    ) -> Tensor:
-        """The same, and what is added to columns of it, of which none is in two of these."""
-        y = self.product(backend, x, bias)
-        for narrow, b, first in added:
-            backend.low_rank_product(narrow, b, y[:, first : first + b.shape[0]])
-        return y
-
     @abstractmethod
     def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
         """dx = dy W; grad [n, out] -> [n, in], added to `onto` in place if that is given."""
@@ -93,35 +82,9 @@ class Weight(ABC):
         x: Tensor,
         weights: Sequence["Weight"],
         biases: Sequence[Tensor | None],
-        added: Sequence[LowRankRows | None] = (),
     ) -> Sequence[Tensor]:
-        """`product` of the same rows with several weights, of which this is the first. added: to all columns of each,
-        if anything is.
-        """
-        return [
-            weight.product(backend, x, bias) if more is None else weight.product_and_low_rank(backend, x, bias, [more])
-            for weight, bias, more in zip(weights, biases, added or [None] * len(weights), strict=True)
-        ]
-
-    def gated_product(
-        self,
-        backend: "Backend",
-        x: Tensor,
-        weights: Sequence["Weight"],
-        biases: Sequence[Tensor | None],
-        added: Sequence[LowRankRows | None],
-        keep: Sequence[Tensor],
-    ) -> Tensor | None:
-        """`Backend.gated_product` of the same rows with two weights, of which this is the first; None if nothing is
-        faster than `products` first.
-        """
-        return None
-
-    def gated_halves(
-        self, backend: "Backend", x: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
-    ) -> Tensor | None:
-        """The same of the halves of this one."""
-        return None
+        """`product` of the same rows with several weights, of which this is the first."""
+        return [weight.product(backend, x, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 class DenseWeight(Weight):
@@ -148,17 +111,6 @@ class DenseWeight(Weight):
 
     def product(self, backend: "Backend", x: Tensor, bias: Tensor | None = None) -> Tensor:
         return backend.product(x, self.tensor, bias)
-
-    def product_and_low_rank(
-        self, backend: "Backend", x: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
-    ) -> Tensor:
-        y = backend.product_and_low_rank(x, self.tensor, bias, added)
-        return super().product_and_low_rank(backend, x, bias, added) if y is None else y
-
-    def gated_halves(
-        self, backend: "Backend", x: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
-    ) -> Tensor | None:
-        return backend.gated_product(x, self.tensor, bias, added, keep)
 
     def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
         return backend.input_gradient(grad, self.tensor, onto)
@@ -266,11 +218,6 @@ class JoinedWeight(Weight):
     def product(self, backend: "Backend", x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._own.product(backend, x, bias)
 
-    def product_and_low_rank(
-        self, backend: "Backend", x: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
-    ) -> Tensor:
-        return self._own.product_and_low_rank(backend, x, bias, added)
-
     def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
         return self._own.input_gradient(backend, grad, onto)
 
@@ -286,29 +233,11 @@ class JoinedWeight(Weight):
         x: Tensor,
         weights: Sequence[Weight],
         biases: Sequence[Tensor | None],
-        added: Sequence[LowRankRows | None] = (),
     ) -> Sequence[Tensor]:
         piece = self._piece
         if not piece.is_of(weights, biases):
-            return super().products(backend, x, weights, biases, added)
-        if not added:
-            return piece.whole.product(backend, x, piece.bias).split_with_sizes(piece.sizes, -1)
-        y = piece.whole.product_and_low_rank(backend, x, piece.bias, piece.placed(added))
-        return y.split_with_sizes(piece.sizes, -1)
-
-    def gated_product(
-        self,
-        backend: "Backend",
-        x: Tensor,
-        weights: Sequence[Weight],
-        biases: Sequence[Tensor | None],
-        added: Sequence[LowRankRows | None],
-        keep: Sequence[Tensor],
-    ) -> Tensor | None:
-        piece = self._piece
-        if not piece.is_of(weights, biases) or len(set(piece.sizes)) > 1:
-            return None
-        return piece.whole.gated_halves(backend, x, piece.bias, piece.placed(added), keep)
+            return super().products(backend, x, weights, biases)
+        return piece.whole.product(backend, x, piece.bias).split_with_sizes(piece.sizes, -1)
 
 
 class _Piece:
@@ -324,11 +253,6 @@ class _Piece:
         if len(weights) != len(self.members) or any(map(_is_other, weights, self.members)):
             return False
         return not any(map(_is_other, biases, self.biases))
-
-    def placed(self, added: Sequence[LowRankRows | None]) -> list[LowRankRows]:
-        """What is added to members, at their columns of the whole."""
-        starts = accumulate(self.sizes, initial=0)
-        return [more._replace(first=start) for start, more in zip(starts, added, strict=False) if more is not None]
 
 
 def join(weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> tuple[list[Weight], list[Tensor | None]]:

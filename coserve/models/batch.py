@@ -198,8 +198,7 @@ class _Batch:
         if x is not None:
             values["x"] = x
             after.savers.save("x", x)
-        instead = after.bypasses.run_nodes if after.bypasses.run_any else None
-        run_graph(graph, values, weights, context, after, instead)
+        after.run(values, context)
         return values[graph.outputs[0]]
 
     def run_traced(self, x: Tensor) -> Tensor | None:
@@ -303,12 +302,20 @@ class AfterNode:
         self._low_rank = batch = adapters.low_rank
         self._runs = {run.node: run for run in runs if run.mask & batch.mask} if batch else {}
         self.savers = _Savers(part, keepers, context)
-        self.bypasses = BypassRuns(part, graph, adapters.groups, num_rows, weights, context, self.savers)
+        read = {name for run in self._runs.values() for name in (run.source, *run.outputs)}
+        self.bypasses = BypassRuns(part, graph, adapters.groups, num_rows, weights, context, self.savers, read)
 
         # Nodes after which there is anything to do.
-        producer = graph.producer
+        producer = self.bypasses.graph.producer
         self._nodes = {*self._runs, *self.bypasses.sites}
         self._nodes |= {producer[name].name for name in self.savers.names if name in producer}
+
+    def run(self, values: dict[str, Tensor], context: Context) -> None:
+        """Run the part, in place on `values`."""
+        bypasses = self.bypasses
+        values.update(bypasses.constants(values))
+        instead = bypasses.run_nodes if bypasses.run_any else None
+        run_graph(bypasses.graph, values, bypasses.weights, context, self, instead)
 
     def __call__(self, node: Node, values: MutableMapping[str, Tensor]) -> None:
         if node.name not in self._nodes:

@@ -1,29 +1,40 @@
 """The bypasses of one part of a model on the rows of a batch: each after its node, or its last product within the
 node's own.
 
-What a bypass adds is most often a product of low rank, narrow B^T. Where all rows have one adapter and nobody wants
-that product for itself, the rest of the bypass runs before the node, and the node's product takes narrow and B along:
-a backend that can makes both in the same sums, and its result is written once.
+What a bypass adds is most often a product of low rank, narrow B^T. Where all rows have one adapter, nobody wants that
+product for itself, and the backend has a kernel for both (`graph.fuse`), the rest of the bypass runs before the node,
+and the node's product takes narrow and B along: both are made in the same sums, and the result is written once.
 
 Where an adapter has weights of its own for a node, its rows run the node once more with these. Where all rows are its
 rows, and it has weights of its own for all nodes that run at once, they run with these alone.
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from coserve.graph.bypass import AttachedBypass
 from coserve.graph.execute import run_node
+from coserve.graph.fuse import fuse, room_name
 from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import Context
-from coserve.kernels.low_rank import LowRankRows
+from coserve.graph.tensors import Kind, TensorSpec
 from coserve.models.base import Part
 from coserve.models.bypasses import BypassGroup
+
+# Most graphs that are remembered for a part: what is kept of it, and the adapters of its rows, are seldom others.
+_MOST_REWRITTEN = 64
 
 
 class Saver(Protocol):
     """Who keeps what is computed."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """The tensors of which somebody keeps rows."""
+        ...
 
     def keeps(self, name: str) -> bool:
         """Whether anybody keeps rows of a tensor."""
@@ -39,7 +50,7 @@ class Saver(Protocol):
 
 
 class BypassRuns:
-    """See above. within: the nodes whose product takes along what a bypass adds.
+    """See above. graph: the part's, fused; within: the nodes whose product takes along what a bypass adds.
 
     Two products of which the next node makes a gated unit, and whose results are kept, may make it, too: the results
     are then written to where they are kept.
@@ -54,19 +65,47 @@ class BypassRuns:
         weights: Mapping[str, Any],
         context: Context,
         saver: Saver,
+        read: Collection[str] = (),
     ) -> None:
-        """graph, weights: of the part. num_rows: of the batch, or 0 where every bypass runs after its node."""
-        self._part, self._weights, self._context, self._saver = part, weights, context, saver
-        self._gated_units = graph.gated_units if context.block_rows is None else {}
-        self._made: dict[str, Tensor] = {}  # by node, what was made before it was asked for
+        """graph, weights: of the part. num_rows: of the batch, or 0 where every bypass runs after its node. read:
+        tensors that others read.
+        """
+        self._part, self._context, self._saver = part, context, saver
         self._groups: dict[str, list[BypassGroup]] = {}
         for group in groups:
             for site in group.sites(part):
                 self._groups.setdefault(site, []).append(group)
         has_one = len(groups) == 1 and groups[0].has_one_adapter_of(num_rows) and context.block_rows is None
-        self.within = {site for site in self._groups if self._is_within(graph.node[site])} if has_one else set[str]()
+        operators = frozenset(context.backend.fused) if context.block_rows is None else frozenset[str]()
+        may_be_within = has_one and "linear_and_low_rank" in operators
+        self.within = {site for site in self._groups if self._is_within(graph.node[site])} if may_be_within else set()
         self._alone = {site for site in self._groups if self._instead(site)} if has_one else set[str]()
         self._ran_alone = set[str]()  # of these, the nodes that ran with the adapter's weights alone
+        self.graph, self.weights, self._given = graph, weights, list[str]()
+        if operators:
+            self._fuse(groups, operators, read)
+
+    def _fuse(self, groups: Sequence[BypassGroup], operators: frozenset[str], read: Collection[str]) -> None:
+        graph, saver, bypasses = self.graph, self._saver, dict[str, AttachedBypass]()
+        if self.within:
+            weights = dict(self.weights)
+            for site in self.within:
+                bypasses[site], parameters = groups[0].site(self._part, site)
+                weights |= parameters
+            self.weights = weights
+        added_to = {graph.node[site].outputs[0][1] for site in self._groups if site not in self.within}
+        names = saver.names
+        kept = frozenset((*read, *added_to, *names))
+        rooms = frozenset(name for name in names if name not in added_to and saver.room(name) is not None)
+        key = (tuple((site, id(bypass)) for site, bypass in bypasses.items()), operators, kept, rooms)
+        if key not in graph.rewritten:
+            if len(graph.rewritten) >= _MOST_REWRITTEN:
+                graph.rewritten.clear()
+            made = fuse(_with_bypasses(graph, bypasses, self.weights), operators, kept, rooms)
+            graph.rewritten[key] = made, bypasses  # which keeps what is known by its identity
+        self.graph, _ = graph.rewritten[key]
+        self._given = [spec.name for spec in self.graph.with_kind("constant") if spec.name not in graph.spec]
+        self._one = groups[0] if groups else None
 
     @property
     def sites(self) -> Mapping[str, Sequence[BypassGroup]]:
@@ -79,7 +118,7 @@ class BypassRuns:
 
     def _is_within(self, node: Node) -> bool:
         bypass, _ = self._groups[node.name][0].site(self._part, node.name)
-        if bypass.last_low_rank is None or not node.operator.takes_low_rank:
+        if bypass.last_low_rank is None or node.op != "linear":
             return False
         return not self._saver.keeps(bypass.base) and not self._saver.keeps(bypass.result)
 
@@ -92,40 +131,28 @@ class BypassRuns:
     @property
     def run_any(self) -> bool:
         """Whether there may be nodes for `run_nodes`."""
-        return bool(self.within or self._alone) or any(self._rooms(unit) for unit in self._gated_units.values())
+        return bool(self._alone)
+
+    def constants(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the fused graph reads beside the part's inputs: constants of bypasses, and rooms of kept rows."""
+        rooms = {room_name(name): name for name in self._saver.names}
+        found = dict[str, Tensor]()
+        for name in self._given:
+            if name in rooms and (room := self._saver.room(rooms[name])) is not None:
+                found[name] = room
+            elif name not in values:
+                assert self._one is not None, "a constant of a bypass"
+                found[name] = self._one.constant(self._part, name)
+        return found
 
     def run_nodes(self, nodes: Sequence[Node], values: MutableMapping[str, Tensor]) -> bool:
-        """Run nodes that run at once with what is added within them, or what is made of them, if there is any such;
-        whether it did.
-        """
-        if (made := self._made.pop(nodes[0].name, None)) is not None:
-            values[nodes[0].outputs[0][1]] = made
-            return True
+        """Run nodes that run at once with the weights of the adapter that all rows have; whether it has any."""
         if all(node.name in self._alone for node in nodes):
             for node in nodes:
                 self._run_alone(node, values)
                 self._ran_alone.add(node.name)
             return True
-        unit = self._gated_units.get(nodes[0].name)
-        keep = () if unit is None or self._add_afterwards(nodes) else self._rooms(unit)
-        if not keep and not any(node.name in self.within for node in nodes):
-            return False
-        added = [self._low_rank_rows(node, values) for node in nodes]
-        weights, runs = self._weights, []
-        for node in nodes:
-            inputs = {slot: weights[name] if name in weights else values[name] for slot, name in node.inputs}
-            runs.append((inputs, node.attribute))
-        operator = nodes[0].operator
-        if unit is not None and keep:
-            made = operator.forward_gated(runs, added, keep, self._context)
-            if made is not None:
-                self._made[unit.name] = made
-                values.update(zip(unit.input.values(), keep, strict=True))
-                return True
-        found = operator.forward_with_low_rank(runs, added, self._context)
-        for node, results in zip(nodes, found, strict=True):
-            values.update({name: results[slot] for slot, name in node.outputs})
-        return True
+        return False
 
     def _run_alone(self, node: Node, values: MutableMapping[str, Tensor]) -> None:
         """Run a node with the weights of the adapter that all rows have."""
@@ -139,31 +166,10 @@ class BypassRuns:
     ) -> Tensor:
         """Return what a group's rows get of a node whose weights the adapter has."""
         local = dict[str, Tensor]()
-        of_site = {name: self._weights[name] for name in instead.input.values() if name in self._weights}
+        of_site = {name: self.weights[name] for name in instead.input.values() if name in self.weights}
         weights = {**parameters, **of_site}
         self._take_inputs(group, instead, local, weights, values)
         return run_node(instead, local, weights, self._context)[instead.outputs[0][1]]
-
-    def _add_afterwards(self, nodes: Sequence[Node]) -> bool:
-        """Whether anything is added to nodes that is not within them."""
-        return any(node.name in self._groups and node.name not in self.within for node in nodes)
-
-    def _rooms(self, unit: Node) -> Sequence[Tensor]:
-        """Where what a gated unit reads is kept; nothing unless all of it is kept in one place."""
-        rooms = [room for name in unit.input.values() if (room := self._saver.room(name)) is not None]
-        return rooms if len(rooms) == len(unit.input) else ()
-
-    def _low_rank_rows(self, node: Node, values: Mapping[str, Tensor]) -> LowRankRows | None:
-        """What a node's product takes along, after all of the bypass before that has run."""
-        if node.name not in self.within:
-            return None
-        [group] = self._groups[node.name]
-        bypass, parameters = group.site(self._part, node.name)
-        *inside, last = bypass.nodes
-        local = dict[str, Tensor]()
-        self._run_inside(group, inside, local, parameters, values)
-        self._take_inputs(group, last, local, parameters, values)
-        return LowRankRows(narrow=local[last.input["x"]], b=parameters[last.input["weight"]])
 
     def _run(self, group: BypassGroup, node: Node, values: Mapping[str, Tensor]) -> None:
         """Run the bypasses of a group's adapters on their rows, save what is kept of their inside, add their result in
@@ -171,7 +177,7 @@ class BypassRuns:
         """
         bypass, parameters = group.site(self._part, node.name)
         if bypass.weights:
-            parameters = {**parameters, **{name: self._weights[name] for name in bypass.weights}}
+            parameters = {**parameters, **{name: self.weights[name] for name in bypass.weights}}
         output = values[node.outputs[0][1]]
         base = group.take(output)
         if bypass.instead is not None and node.name not in self._ran_alone:
@@ -225,3 +231,31 @@ class BypassRuns:
         for name in node.input.values():
             if name not in local and name not in parameters:
                 local[name] = group.take(values[name]) if name in values else group.constant(self._part, name)
+
+
+def _with_bypasses(graph: Graph, bypasses: Mapping[str, AttachedBypass], weights: Mapping[str, Any]) -> Graph:
+    """Return a graph with bypasses of low rank as nodes: of nodes that run at once, all that comes before their last
+    products stands before all of them.
+    """
+    if not bypasses:
+        return graph
+    tensors, nodes = dict(graph.spec), list[Node]()
+    for run in graph.runs:
+        for node in run:
+            if (bypass := bypasses.get(node.name)) is not None:
+                nodes += bypass.nodes[:-1]
+        for node in run:
+            if (bypass := bypasses.get(node.name)) is None:
+                nodes.append(node)
+                continue
+            [(slot, output)] = node.outputs
+            nodes.append(replace(node, name=bypass.base, outputs=((slot, bypass.base),)))
+            nodes.append(bypass.nodes[-1])
+            both = (("a", bypass.base), ("b", bypass.result))
+            nodes.append(Node(name=node.name, op="add", inputs=both, outputs=node.outputs))
+            tensors[bypass.base] = replace(graph.spec[output], name=bypass.base)
+    made = {name for node in nodes for name in node.output.values()}
+    for name in (name for node in nodes for name in node.tensor.values()):
+        kind: Kind = "row" if name in made else "parameter" if name in weights else "constant"
+        tensors.setdefault(name, TensorSpec(name=name, shape=(), kind=kind))
+    return Graph(tensors=tuple(tensors.values()), nodes=tuple(nodes), outputs=graph.outputs)

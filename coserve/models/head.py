@@ -10,7 +10,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from coserve.graph.execute import run_graph, run_nodes
+from coserve.graph.execute import run_nodes
 from coserve.graph.ir import Graph
 from coserve.kernels.cuts import Cut
 from coserve.models.backbone import Backbone
@@ -109,7 +109,7 @@ def _run_head(backbone: Backbone, graph: Graph, hidden: Tensor, users: Users) ->
     context, values = row_context(backbone), {"x": hidden}
     runs, weights, num_rows = backbone.local.place_runs["head"], backbone.weights["head"], hidden.shape[0]
     after = AfterNode("head", graph, (), adapters, runs, weights, context, num_rows)
-    run_graph(graph, values, weights, context, after, after.bypasses.run_nodes if after.bypasses.run_any else None)
+    after.run(values, context)
     return values[graph.outputs[0]]
 
 

@@ -228,6 +228,15 @@ def test_products_of_many_rows(inner, outer, num_threads):
         assert torch.equal(onto[:, :8], before[:, :8])
 
 
+def fused_kernel(name: str, backend: Any = CPU) -> Any:
+    """A backend's kernel of a fused operator."""
+    return backend.fused.get(name, lambda *given: None)
+
+
+gradient_beside_low_rank = fused_kernel("linear_beside_low_rank")
+product_and_low_rank, gated_product = fused_kernel("linear_and_low_rank"), fused_kernel("gated_linear")
+
+
 @needs_amx
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
 @pytest.mark.parametrize(
@@ -252,7 +261,7 @@ def test_what_a_lora_adds_is_within_the_sums_of_a_product(inner, outer, sites, n
     whole = None
     for n in (700, 128, 129, 200, 544):
         x, own = wide[:n, 8:], [each._replace(narrow=each.narrow[:n]) for each in added]
-        found = CPU.product_and_low_rank(x, weight, bias, own)
+        found = product_and_low_rank(x, weight, bias, own)
         exact = x.double() @ weight.double().T + bias.double()
         sizes = x.double().abs() @ weight.double().abs().T + bias.double().abs()
         for narrow, b, first in own:
@@ -263,7 +272,7 @@ def test_what_a_lora_adds_is_within_the_sums_of_a_product(inner, outer, sites, n
         whole = found if whole is None else whole
         assert torch.equal(found, whole[:n]), "whatever other rows are there"
     torch.set_num_threads(1)
-    assert torch.equal(whole, CPU.product_and_low_rank(wide[:, 8:], weight, bias, added))
+    assert torch.equal(whole, product_and_low_rank(wide[:, 8:], weight, bias, added))
     without = [rows for rows in range(outer) if not any(first <= rows < first + size for first, size, _ in sites)]
     assert torch.equal(whole[:, without], CPU.product(wide[:, 8:], weight, bias)[:, without])
 
@@ -285,22 +294,14 @@ def test_a_gated_product_keeps_and_gives_what_its_parts_do(inner, outer, sites, 
             LowRankRows(torch.randn(n, rank).bfloat16(), torch.randn(columns, rank).bfloat16(), first)
             for first, columns, rank in sites
         ]
-        both = CPU.product_and_low_rank(x, weight, own_bias, added)
+        both = product_and_low_rank(x, weight, own_bias, added)
         gate, up = both.tensor_split(2, -1)
         rooms = torch.full((2, n + 1, outer // 2 + gap), -1.0, dtype=torch.bfloat16)
         kept = rooms[:, :n, : outer // 2]
-        found = CPU.gated_product(x, weight, own_bias, added, kept.unbind())
+        found = gated_product(x, weight, own_bias, added, kept.unbind())
         assert torch.equal(found, CPU.silu_mul(gate, up))
         assert torch.equal(kept[0], gate) and torch.equal(kept[1], up)
         assert (rooms[:, n:] == -1).all() and (rooms[:, :, outer // 2 :] == -1).all(), "and nothing else"
-
-
-def fused_kernel(name: str, backend: Any = CPU) -> Any:
-    """A backend's kernel of a fused operator."""
-    return backend.fused.get(name, lambda *given: None)
-
-
-gradient_beside_low_rank = fused_kernel("linear_beside_low_rank")
 
 
 @needs_amx
@@ -349,11 +350,11 @@ def test_input_gradients_that_take_no_adapter_along_say_so():
 @needs_amx
 def test_gated_products_that_are_not_for_the_kernel_say_so():
     x, weight, keep = torch.ones(128, 64).bfloat16(), torch.ones(128, 64).bfloat16(), torch.ones(2, 128, 64).bfloat16()
-    assert CPU.gated_product(x, weight, None, (), keep.unbind()) is not None
-    assert CPU.gated_product(x[:127], weight, None, (), keep[:, :127].unbind()) is None, "few rows"
-    assert CPU.gated_product(x, weight[:96], None, (), keep[:, :, :48].unbind()) is None, "halves of no whole tiles"
-    assert CPU.gated_product(x, weight, None, (), keep.float().unbind()) is None, "another dtype"
-    assert CPU.gated_product(x, weight, None, (), (keep[0], torch.ones(128, 65).bfloat16()[:, :64])) is None, "steps"
+    assert gated_product(x, weight, None, (), keep.unbind()) is not None
+    assert gated_product(x[:127], weight, None, (), keep[:, :127].unbind()) is None, "few rows"
+    assert gated_product(x, weight[:96], None, (), keep[:, :, :48].unbind()) is None, "halves of no whole tiles"
+    assert gated_product(x, weight, None, (), keep.float().unbind()) is None, "another dtype"
+    assert gated_product(x, weight, None, (), (keep[0], torch.ones(128, 65).bfloat16()[:, :64])) is None, "steps"
 
 
 @needs_amx
@@ -363,7 +364,7 @@ def test_a_neighbour_of_b_that_is_not_finite_reaches_its_own_column_alone():
     x, weight, narrow = (torch.randn(size, width).bfloat16() for size, width in ((128, 64), (64, 64), (128, 16)))
     b = torch.randn(64, 16).bfloat16()
     b[5] = float("inf")
-    found = CPU.product_and_low_rank(x, weight, None, [LowRankRows(narrow, b)])
+    found = product_and_low_rank(x, weight, None, [LowRankRows(narrow, b)])
     assert not found[:, 5].isfinite().any()
     assert found[:, [column for column in range(64) if column != 5]].isfinite().all()
 
@@ -374,10 +375,10 @@ def test_products_that_take_no_adapter_along_say_so():
     x, weight, narrow = torch.ones(256, 64).bfloat16(), torch.ones(64, 64).bfloat16(), torch.ones(256, 8).bfloat16()
     added = LowRankRows(narrow, torch.ones(64, 8).bfloat16())
     fits = KERNELS.has_amx
-    assert (CPU.product_and_low_rank(x, weight, None, [added]) is not None) == fits
+    assert (product_and_low_rank(x, weight, None, [added]) is not None) == fits
     few = added._replace(narrow=narrow[:127])
-    assert CPU.product_and_low_rank(x[:127], weight, None, [few]) is None, "few rows"
-    assert CPU.product_and_low_rank(x.float(), weight.float(), None, [added]) is None, "another dtype"
+    assert product_and_low_rank(x[:127], weight, None, [few]) is None, "few rows"
+    assert product_and_low_rank(x.float(), weight.float(), None, [added]) is None, "another dtype"
     for other in (
         added._replace(narrow=narrow[:255]),
         added._replace(narrow=narrow.float()),
@@ -386,8 +387,7 @@ def test_products_that_take_no_adapter_along_say_so():
         LowRankRows(narrow, torch.ones(48, 8).bfloat16()),
         LowRankRows(narrow, torch.ones(32, 8).bfloat16(), first=16),
     ):
-        assert CPU.product_and_low_rank(x, weight, None, [other]) is None
-    assert PLAIN.product_and_low_rank(x, weight, None, [added]) is None
+        assert product_and_low_rank(x, weight, None, [other]) is None
 
 
 def vector_product(x, weight, bias, num_threads, *, name="vector_product"):

@@ -8,7 +8,7 @@ from support import make_adapter, make_backbone, random_sequences
 from torch import Tensor
 
 from coserve.graph.execute import run_graph
-from coserve.graph.fuse import FUSIONS, fuse
+from coserve.graph.fuse import FUSIONS, fuse, room_name
 from coserve.graph.ir import Graph, GraphBuilder
 from coserve.graph.operators.base import Context
 from coserve.kernels.plain import PlainBackend
@@ -118,6 +118,44 @@ def test_both_halves_of_a_gated_unit_read_the_same_rows():
     one, other = b.linear("gate_proj", b.rows("x", 8), 12), b.linear("up_proj", b.rows("z", 8), 12)
     graph = b.build(b.apply("silu_mul", "act", {"gate": one, "up": other}))
     assert fuse(graph, ALL) == graph
+
+
+def attached(*, at: str) -> Graph:
+    """Two products of the same rows and their gated unit, with what a LoRA adds to one of them."""
+    b = GraphBuilder()
+    x, made = b.rows("x", 8), dict[str, str]()
+    narrow = b.apply("low_rank", "narrow", {"x": x, "weight": b.parameter("lora_A", 2, 8)})
+    changed = b.parameter("lora_B", 12, 2)
+    for name in ("gate", "up"):
+        made[name] = b.linear(f"{name}_proj", x, 12)
+        if name == at:
+            change = b.apply("low_rank", "change", {"x": narrow, "weight": changed})
+            made[name] = b.apply("add", "sum", {"a": made[name], "b": change})
+    return b.build(b.apply("silu_mul", "y", made))
+
+
+@pytest.mark.parametrize("at", ["gate", "up"])
+def test_neighbours_of_what_a_lora_adds_to_run_at_once_with_it(at):
+    graph = attached(at=at)
+    fused = fuse(graph, {"linear_and_low_rank"})
+    assert operators(fused) == ["low_rank", "linear_and_low_rank", "linear_and_low_rank", "silu_mul"]
+    assert [len(run) for run in fused.runs] == [1, 2, 1]
+    weights = weights_of(graph) | {"lora_A": torch.ones(2, 8) / 3, "lora_B": torch.ones(12, 2) / 5}
+    expected = run(graph, weights)["y"]
+    torch.testing.assert_close(run(fused, weights)["y"], expected)
+    both = fuse(graph, {"linear_and_low_rank", "gated_linear"})
+    assert operators(both) == ["low_rank", "gated_linear"]
+    assert both.nodes[1].input[f"{at}_narrow"] == "narrow" and len(both.nodes[1].input) == 5
+    torch.testing.assert_close(run(both, weights)["y"], expected)
+
+
+def test_what_is_kept_of_a_gated_unit_has_room_in_the_kernel_or_stays():
+    graph, ops, kept = attached(at="up"), {"linear_and_low_rank", "gated_linear"}, {"gate_proj", "sum"}
+    assert "gated_linear" not in operators(fuse(graph, ops, kept))
+    assert "gated_linear" not in operators(fuse(graph, ops, kept, {"sum"}))
+    fused = fuse(graph, ops, kept, kept)
+    assert fused.nodes[-1].output == {"y": "y", "gate": "gate_proj", "up": "sum"}
+    assert fused.nodes[-1].input["up_room"] == room_name("sum") in fused.spec
 
 
 @pytest.mark.parametrize(

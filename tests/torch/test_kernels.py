@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from coserve.errors import ModelError
+from coserve.graph.operators import operator
+from coserve.graph.operators.base import Context
 from coserve.kernels import backend_names, find_backend
 from coserve.kernels.attention import AttentionSpec, Segment
 from coserve.kernels.base import Grouped, JoinedRows
@@ -15,7 +17,7 @@ from coserve.kernels.cpu import products
 from coserve.kernels.cpu.adapters import MANY_ROWS
 from coserve.kernels.cpu.compiled import compiled_kernels
 from coserve.kernels.dropout import dropout_ids_of_part, dropout_mask, dropout_row_ids
-from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRank, LowRankAdapter, LowRankRows
+from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRank, LowRankAdapter
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.weights import DenseWeight, Int8Weight, join
 
@@ -325,15 +327,15 @@ def test_what_a_lora_adds_to_weights_goes_with_their_products(backend, dtype, n,
     if is_joined:
         weights, biases = join(weights, biases)
     x = torch.randn(n, 96, dtype=dtype)
-    added = [
-        LowRankRows(torch.randn(n, rank, dtype=dtype), torch.randn(out, rank, dtype=dtype)) if place in which else None
-        for place, (out, rank) in enumerate(zip(sizes, ranks, strict=True))
-    ]
-    found = weights[0].products(backend, x, weights, biases, added)
-    for y, weight, more in zip(found, weights, added, strict=True):
-        exact = x.double() @ weight.dense().double().T
-        if more is not None:
-            exact += more.narrow.double() @ more.b.double().T
+    runs: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for place, (weight, bias, out, rank) in enumerate(zip(weights, biases, sizes, ranks, strict=True)):
+        more = {"narrow": torch.randn(n, rank, dtype=dtype), "factor": torch.randn(out, rank, dtype=dtype)}
+        runs.append(({"x": x, "weight": weight, "bias": bias, **(more if place in which else {})}, {}))
+    found = operator("linear_and_low_rank").forward_all(runs, Context(backend=backend))
+    for results, (values, _) in zip(found, runs, strict=True):
+        y, exact = results["y"], x.double() @ values["weight"].dense().double().T
+        if "narrow" in values:
+            exact += values["narrow"].double() @ values["factor"].double().T
         tolerance = (1e-4 if dtype == torch.float32 else 2**-7) * float(exact.abs().max())
         torch.testing.assert_close(y.double(), exact, atol=tolerance, rtol=0)
 

@@ -119,12 +119,8 @@ def test_a_row_without_an_adapter_pays_nothing(monkeypatch):
 def test_the_last_product_of_a_lora_goes_with_its_site_where_all_rows_have_it(monkeypatch):
     """Of a window alone; not where rows have several adapters, and not for magnitudes, which read the site's output."""
     backbone, calls = make_backbone("llama"), []
-    ask = type(backbone.backend).product_and_low_rank
-    monkeypatch.setattr(
-        backbone.backend,
-        "product_and_low_rank",
-        lambda x, weight, bias, added: calls.extend(added) or ask(backbone.backend, x, weight, bias, added),
-    )
+    kernel = {"linear_and_low_rank": lambda x, weight, bias, added: calls.extend(added)}
+    monkeypatch.setattr(backbone.backend, "fused", kernel)
     plain = make_adapter(backbone, dropout=0.1)
     windows = [
         TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((9, 4))), dropout_seed=1)
@@ -156,11 +152,14 @@ def test_products_of_a_window_that_make_its_gated_unit_keep_what_they_would(targ
             training.run_tasklet(140)
         return [*hidden, *training.gradients.values()]
 
-    ask = backbone.backend.gated_product
-    monkeypatch.setattr(backbone.backend, "gated_product", lambda *given: answers.append(ask(*given)) or answers[-1])
+    kernels = backbone.backend.fused
+    ask = kernels["gated_linear"]
+    watched = {**kernels, "gated_linear": lambda *given: answers.append(ask(*given)) or answers[-1]}
+    monkeypatch.setattr(backbone.backend, "fused", watched)
     made.append(run(make_adapter(backbone, target_modules=targets)))
     assert [answer is not None for answer in answers] == [True] * 3 + [False] * 3, "of 140 rows, and of 30"
-    monkeypatch.setattr(backbone.backend, "gated_product", lambda *given: None)
+    others = {name: kernel for name, kernel in kernels.items() if name != "gated_linear"}
+    monkeypatch.setattr(backbone.backend, "fused", others)
     made.append(run(make_adapter(backbone, target_modules=targets)))
     assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
 

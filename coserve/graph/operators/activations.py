@@ -82,7 +82,6 @@ class SiluMul(RowWise):
     inputs = ("gate", "up")
     needs = {"gate": ("gate", "up"), "up": ("gate",)}
     restores = ("y",)
-    is_gated_unit = True
     flops_per_element = 5
     by_columns: ClassVar[bool] = True
 

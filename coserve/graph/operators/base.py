@@ -17,7 +17,6 @@ from coserve.kernels.attention import AttentionBatch
 from coserve.kernels.base import Backend, Factor
 from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.base import RankGroup, SingleRank
-from coserve.kernels.low_rank import LowRankRows
 
 # Tensors by name; a backbone's linear weights are `kernels.weights.Weight`, parameters of several adapters `Grouped`.
 Values = Mapping[str, Any]
@@ -119,11 +118,6 @@ class Operator(ABC):
     # Whether its gradient for x alone reads nothing but a weight of the backbone, so that rows of other programs may be
     # among its own.
     joins_rows: ClassVar[bool] = False
-    # Whether what an adapter adds to the result may be part of its product (`forward_with_low_rank`).
-    takes_low_rank: ClassVar[bool] = False
-    # Whether the result is silu of the first input times the second: the two products that make these may make it, too
-    # (`forward_gated`).
-    is_gated_unit: ClassVar[bool] = False
     # Slots in which forward and VJP accept the parameters of several adapters (kernels.base.Grouped), each for its own
     # rows.
     grouped: ClassVar[frozenset[str]] = frozenset()
@@ -164,24 +158,6 @@ class Operator(ABC):
     def forward_all(self, runs: Sequence[tuple[Values, Attributes]], context: Context) -> list[dict[str, Tensor]]:
         """`forward` of several neighbours that share their slot `shared`."""
         return [self.forward(values, attributes, context) for values, attributes in runs]
-
-    def forward_with_low_rank(
-        self, runs: Sequence[tuple[Values, Attributes]], added: Sequence[LowRankRows | None], context: Context
-    ) -> list[dict[str, Tensor]]:
-        """`forward_all`, and onto the one output of each what is given for it; where `takes_low_rank` alone."""
-        raise NotImplementedError
-
-    def forward_gated(
-        self,
-        runs: Sequence[tuple[Values, Attributes]],
-        added: Sequence[LowRankRows | None],
-        keep: Sequence[Tensor],
-        context: Context,
-    ) -> Tensor | None:
-        """`forward_with_low_rank` of two, each result written to its place in `keep`; returns the gated unit of them.
-        None if that is no faster than one after the other; then nothing was done.
-        """
-        return None
 
     def forward_onto(self, total: Tensor, values: Values, attributes: Attributes, context: Context) -> None:
         """Add the result of `forward`, whose one output has `total`'s shape, to it in place; no input is `total`."""

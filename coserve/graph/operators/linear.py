@@ -12,7 +12,6 @@ from coserve.graph.operators.base import Attributes, Context, Load, Operator, Sh
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.base import Factor
 from coserve.kernels.cuts import Cut, even_cut
-from coserve.kernels.low_rank import LowRankRows
 from coserve.kernels.weights import as_weight
 
 
@@ -66,7 +65,6 @@ class Linear(_Product):
     shared: ClassVar[str | None] = "x"
     joins_rows: ClassVar[bool] = True
     sums: ClassVar[frozenset[str]] = frozenset({"x"})
-    takes_low_rank: ClassVar[bool] = True
     linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
     added: ClassVar[frozenset[str]] = frozenset({"bias"})
 
@@ -74,23 +72,8 @@ class Linear(_Product):
         return {"y": as_weight(values["weight"]).product(context.backend, values["x"], values.get("bias"))}
 
     def forward_all(self, runs: Sequence[tuple[Values, Attributes]], context: Context) -> list[dict[str, Tensor]]:
-        return self.forward_with_low_rank(runs, (), context)
-
-    def forward_with_low_rank(
-        self, runs: Sequence[tuple[Values, Attributes]], added: Sequence[LowRankRows | None], context: Context
-    ) -> list[dict[str, Tensor]]:
         weights, biases = [as_weight(v["weight"]) for v, _ in runs], [v.get("bias") for v, _ in runs]
-        return [{"y": y} for y in weights[0].products(context.backend, runs[0][0]["x"], weights, biases, added)]
-
-    def forward_gated(
-        self,
-        runs: Sequence[tuple[Values, Attributes]],
-        added: Sequence[LowRankRows | None],
-        keep: Sequence[Tensor],
-        context: Context,
-    ) -> Tensor | None:
-        weights, biases = [as_weight(v["weight"]) for v, _ in runs], [v.get("bias") for v, _ in runs]
-        return weights[0].gated_product(context.backend, runs[0][0]["x"], weights, biases, added, keep)
+        return [{"y": y} for y in weights[0].products(context.backend, runs[0][0]["x"], weights, biases)]
 
     def vjp(
         self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context

@@ -17,9 +17,10 @@ from coserve.kernels.cpu import adapters, rows
 from coserve.kernels.cpu.attention import CpuAttention, CpuAttentionBatch, CpuPart
 from coserve.kernels.cpu.compiled import compiled_kernels, why_not_compiled
 from coserve.kernels.cpu.products import CpuProducts
+from coserve.kernels.cpu.tile_products import TileProducts
 from coserve.kernels.cpu.trace import CpuTrace
 from coserve.kernels.cpu_library import Progress, own_flags
-from coserve.kernels.low_rank import AdapterBatch, LowRankGradient, LowRankRows
+from coserve.kernels.low_rank import AdapterBatch
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.plain.attention import Part
 from coserve.kernels.trace import Trace, TracedCalls
@@ -40,10 +41,7 @@ class CpuBackend(PlainBackend):
         self._attention = CpuAttention(kernels)
         self._for_losses = self
         if kernels.has_amx:
-            self.fused = {
-                "linear_cross_entropy": self._head_gradient,
-                "linear_beside_low_rank": self._gradient_beside_low_rank,
-            }
+            self.fused = {**TileProducts(kernels).fused, "linear_cross_entropy": self._head_gradient}
             self._for_losses = copy(self)
             self._for_losses._products = CpuProducts(kernels, may_lie_by_columns=True)
 
@@ -76,27 +74,8 @@ class CpuBackend(PlainBackend):
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._products.product(x, weight, bias)
 
-    def product_and_low_rank(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
-    ) -> Tensor | None:
-        tiles = self._products.tiles
-        return None if tiles is None else tiles.product_and_low_rank(x, weight, bias, added)
-
-    def gated_product(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
-    ) -> Tensor | None:
-        tiles = self._products.tiles
-        return None if tiles is None else tiles.gated_product(x, weight, bias, added, keep)
-
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
         return self._products.input_gradient(grad, weight, onto)
-
-    def _gradient_beside_low_rank(
-        self, grad: Tensor, weight: Tensor, added: LowRankGradient, onto: Tensor | None
-    ) -> Tensor | None:
-        """The kernel of `linear_beside_low_rank`."""
-        tiles = self._products.tiles
-        return None if tiles is None else tiles.input_gradient(grad, weight, onto, added)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         return self._products.weight_gradient(grad, x)

@@ -5,7 +5,7 @@ rounded once.
 Each function gives None when it is not for these tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import Array, c_int64
 
 import torch
@@ -29,6 +29,15 @@ class TileProducts:
 
     def __init__(self, kernels: Library) -> None:
         self._kernels = kernels
+
+    @property
+    def fused(self) -> Mapping[str, Callable[..., Tensor | None]]:
+        """Return the kernels of fused operators, which need AMX (`Backend.fused`)."""
+        return {
+            "linear_and_low_rank": self.product_and_low_rank,
+            "gated_linear": self.gated_product,
+            "linear_beside_low_rank": self.gradient_beside_low_rank,
+        }
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """x W^T + b: x [n, in], weight [out, in] -> [n, out]; in and out are multiples of 32."""
@@ -61,8 +70,8 @@ class TileProducts:
     def gated_product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
     ) -> Tensor | None:
-        """`Backend.gated_product` of many rows, by AMX."""
-        if weight.shape[0] % 64 or (table := self._wide_table(x, weight, bias, added)) is None:
+        """`gated_linear` of many rows whose factors are both kept, by AMX."""
+        if len(keep) != 2 or weight.shape[0] % 64 or (table := self._wide_table(x, weight, bias, added)) is None:
             return None
         (n, inner), outer = x.shape, weight.shape[0]
         gate, up = keep
@@ -118,6 +127,12 @@ class TileProducts:
             *(onto is not None, *low_rank, n, inner, outer, torch.get_num_threads()),
         )
         return x_grad
+
+    def gradient_beside_low_rank(
+        self, grad: Tensor, weight: Tensor, added: LowRankGradient, onto: Tensor | None
+    ) -> Tensor | None:
+        """`linear_beside_low_rank` of many rows, by AMX."""
+        return self.input_gradient(grad, weight, onto, added)
 
     def int8_skinny_gemm(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """(x W^T) s + b by AMX: the same with int8 values [out, in], in a multiple of 64, and float32 scales [out]."""

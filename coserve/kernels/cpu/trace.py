@@ -39,7 +39,7 @@ from coserve.kernels.cpu.stand_ins import (
 from coserve.kernels.cpu.traced_calls import CpuCalls, WrittenCalls
 from coserve.kernels.cpu.traced_group import TracedGroup
 from coserve.kernels.groups.base import RankGroup
-from coserve.kernels.low_rank import PLACE_NUMBERS, AdapterBatch
+from coserve.kernels.low_rank import PLACE_NUMBERS, AdapterBatch, LowRankRows
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.trace import Trace, TracedCalls, UntraceableError
 
@@ -248,8 +248,10 @@ class _Tracer(PlainBackend):
             return None
         return self._tile_product("product_onto", x, weight, bias, (rows, rows.step), width)
 
-    def _gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        if not self._fit_tiles(weight, bias) or weight.shape[0] % 64:
+    def _gated_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
+    ) -> Tensor | None:
+        if added or keep or not self._fit_tiles(weight, bias) or weight.shape[0] % 64:
             return None
         return self._tile_product("gated_product", x, weight, bias, (), weight.shape[0] // 2)
 
