@@ -39,7 +39,7 @@ _KINDS = ("decode", "train", "coserve", "plan", "http")
 # Seconds that streams run beside a job in each turn, and a stream's SLO in units of a step in which they run alone.
 _PHASE_S, _OBJECTIVE_STEPS = 4.0, 2.5
 _PLAN_REPEATS = 10
-_CHATS = 20
+_CHATS = 10
 _START_LIMIT_S = 300.0
 
 
@@ -83,11 +83,12 @@ def _in_turns(kind: str, sides: "dict[str, subprocess.Popen[str]]", turns: int) 
         solo_s = [_ask(side, "solo").get("step", 0.0) for side in sides.values()]
         calls = [(f"coserve {_OBJECTIVE_STEPS * solo_s[0]}", turns)]
     else:
-        calls = [(kind, {"decode": 6, "http": 4, "plan": 1}[kind] * turns)]
+        calls = [(kind, {"decode": 6, "http": 12, "plan": 1}[kind] * turns)]
     found: dict[str, dict[str, list[float]]] = {}
     for call, number in calls:
         for turn in range(number + 1):  # the first warms up
-            for name, side in sides.items():
+            # What a side leaves undone when its call has ended meets each of the others as often.
+            for name, side in list(sides.items())[:: -1 if turn % 2 else 1]:
                 for what, seconds in _ask(side, call).items():
                     row = f"{kind} {what}" if kind == "coserve" else call
                     if turn:
