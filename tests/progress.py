@@ -20,8 +20,9 @@ def make_request(id: str, **fields: Any) -> RequestProgress:
 def changed(item: T, **fields: Any) -> T:
     """Return a request or a job with other fields, its own or its info's."""
     info = {name: fields.pop(name) for name in item.info.__struct_fields__ if name in fields}
-    replace: Any = dataclasses.replace if isinstance(item, RequestProgress) else structs.replace
-    return replace(item, info=structs.replace(item.info, **info), **fields)
+    if isinstance(item, RequestProgress):
+        return dataclasses.replace(item, info=structs.replace(item.info, **info), **fields)
+    return structs.replace(item, info=structs.replace(item.info, **info), **fields)
 
 
 def make_job(id: str, phase: JobPhase | str, *, counts: JobCounts, tenant: str = "", **fields: Any) -> JobProgress:
