@@ -8,6 +8,7 @@ not come in time, the others are ended, too, and every call is DeviceGoneError.
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, count
@@ -59,7 +60,7 @@ class GroupDevice:
                 others as `coserve.devices.loading.open_device`.
         """
         self.clock = WallClock()
-        self._size = settings.num_ranks
+        self._size, self._timeout_s = settings.num_ranks, settings.rank_timeout_s
         self._seats = seat_ranks(settings.rank_transport, self._size, kind_of(settings.device))
         self._numbers, self._lock, self._sending = count(), Lock(), Lock()
         self._gone = ""
@@ -210,6 +211,7 @@ class GroupDevice:
                 each.forget(sent.number)
             return reply
         errors = dict[int, BaseException]()
+        self._wait_for_all(sent)
         for rank, answer in enumerate(sent.answers):
             error = answer.exception()
             if isinstance(error, DeviceGoneError | RankGoneError):
@@ -222,6 +224,16 @@ class GroupDevice:
             for inverse in inverses_of(sent.command):
                 self.execute(inverse)
         raise _error_of(errors, self._size)
+
+    def _wait_for_all(self, sent: "_Sent") -> None:
+        """Wait until all ranks have answered, and end the group if one stands still. A command that ranks carry out
+        beside steps has no collective in which another rank could notice that.
+        """
+        wait(sent.answers, return_when=FIRST_COMPLETED)
+        late = wait(sent.answers, timeout=self._timeout_s).not_done
+        for rank, answer in enumerate(sent.answers):
+            if answer in late:
+                self._end(f"{self._named(rank)} did not answer within {self._timeout_s:g} s of another one")
 
     def _gone_error(self, error: BaseException) -> DeviceGoneError:
         """Return why the group has ended, of which this error may be a consequence: another rank may have noticed the

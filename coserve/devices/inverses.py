@@ -25,8 +25,10 @@ from coserve.devices.swap_messages import MovePages
 def inverses_of(command: Command) -> tuple[Command, ...]:
     """Return the commands that take a command back, in order; none for one that leaves nothing on the device.
 
-    `TakeContribution` and `CombineContributions` are not taken back. Sent again, they do what is missing; where that
-    needs collectives on some ranks alone, the group ends, and the engine starts anew.
+    The device itself takes `TakeContribution` back, since no command could give the gradients back that it took.
+    `ReadContributions` need not be: sent again, it replaces what was read. Nor is `CombineContributions`: sent again,
+    it does what is missing; where that needs collectives on some ranks alone, the group ends, and the engine starts
+    anew.
     """
     match command:
         case OpenRequest():

@@ -143,7 +143,8 @@ class TakeContribution(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReadContributions(msgspec.Struct, tag=True, frozen=True):
-    """Read what nodes have written, for `CombineContributions`; AdapterError for their files.
+    """Read what nodes have written, for `CombineContributions`, in place of what was read before and not combined;
+    AdapterError for their files.
 
     May come from any thread, and is done beside steps; no error if the job is not there any more.
     """

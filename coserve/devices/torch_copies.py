@@ -36,6 +36,11 @@ class TorchCopy:
             self._taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._taken.record(torch.cuda.current_stream(device))
 
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the copies by name."""
+        return self._tensors
+
     def write(self, directory: Path) -> None:
         """AdapterError or OSError if it cannot be written."""
         if self._taken is None:

@@ -131,6 +131,7 @@ class TorchDevice:
         # The job that trains the backbone's own weights, or did; now, and before the last trainer was opened.
         self._changed_by = self._changed_before = ""
         self._checkpoints: dict[str, TorchCopy] = {}
+        self._contributed = ""  # the copy that the last `TakeContribution` made; "" if it was there before
         self._placing_s = 0.0  # of moments since the last step
         self._step: TorchStep | None = None
         self._handlers: dict[type, Callable[[Any], Reply]] = {
@@ -189,6 +190,8 @@ class TorchDevice:
             self._measurement = OwnMeasurement(self.backbone)
         if isinstance(command, OpenTrainer):
             self._changed_by = self._changed_before
+        if isinstance(command, TakeContribution) and self._contributed:
+            self._trainers[command.job].take_back(self._checkpoints.pop(self._contributed))
 
     def submit(self, batch: StepBatch) -> None:
         """Launch the step; on a CPU it is done then, but for the numbers that come of it."""
@@ -368,8 +371,10 @@ class TorchDevice:
         self._checkpoints[command.checkpoint] = self._trainers[command.job].checkpoint()
 
     def _take_contribution(self, command: TakeContribution) -> None:
+        self._contributed = ""
         if command.checkpoint not in self._checkpoints:
             self._checkpoints[command.checkpoint] = self._trainers[command.job].contribution()
+            self._contributed = command.checkpoint
 
     def _read_contributions(self, command: ReadContributions) -> None:
         trainer = self._trainers.get(command.job)

@@ -60,7 +60,13 @@ class TorchExchange:
         return progress | {name: tensor.clone() for name, tensor in moments.items()}
 
     def read(self, directories: tuple[str, ...]) -> None:
-        """Read contributions (this rank's pieces) for later; from any thread. AdapterError for their files."""
+        """Read contributions (this rank's pieces) for later, in place of what was read before and not taken in.
+
+        May be called from any thread.
+
+        Raises:
+            AdapterError: for their files; then nothing has changed.
+        """
         found = []
         shapes = {name: self.held.whole_shape(name, tensor) for name, tensor in self._trained.items()}
         for directory in directories:
@@ -70,7 +76,7 @@ class TorchExchange:
                     if header.shape != shapes.get(name.rpartition("/")[0] or name):
                         raise AdapterError(f"{path} is no contribution to this job: {name}, {list(header.shape)}")
                 found.append({name: self.held.read(file, name) for name in file.headers})
-        self._read += found
+        self._read = found
 
     @torch.inference_mode()
     def advance(self, up_to: int, optimizer: AdapterOptimizer, *, meets: bool) -> None:

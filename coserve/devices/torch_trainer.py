@@ -210,6 +210,12 @@ class TorchTrainer:
         self._gradients, self._is_complete = None, False  # last: where there was no memory, they are there still
         return taken
 
+    def take_back(self, contribution: TorchCopy) -> None:
+        """Have the gradients again, complete as they are, that a contribution has taken; progress takes none."""
+        assert self.exchange is not None
+        if self.exchange.gives_gradients and contribution.tensors:
+            self._gradients, self._is_complete = dict(contribution.tensors), True
+
     def combine(self, up_to: int, *, meets: bool) -> None:
         """Carry out `CombineContributions`; what needs memory comes first, so that an error changes nothing."""
         assert self.exchange is not None and self.optimizer is not None

@@ -26,7 +26,7 @@ from rank_devices import (
 
 from coserve.devices.grammar import Grammar
 from coserve.devices.group_device import GroupDevice
-from coserve.devices.messages import CloseGrammar, CloseRequest, CountCommands, DropVersion, OpenVersion
+from coserve.devices.messages import CloseGrammar, CloseRequest, CountCommands, DescribeRanks, DropVersion, OpenVersion
 from coserve.devices.rank_process import DeviceProcess
 from coserve.devices.step_messages import StepBatch
 from coserve.errors import BudgetError, DeviceGoneError
@@ -73,12 +73,16 @@ def test_ranks_end_together_and_nobody_waits_for_them(tmp_path, killed, is_in_st
     device.close()
 
 
-def test_a_rank_that_stands_still_ends_the_group(tmp_path):
+@pytest.mark.parametrize(
+    ("command", "did_not"), [(CountCommands(), "come within 1 s"), (DescribeRanks(), "answer within 1 s of another")]
+)
+def test_a_rank_that_stands_still_ends_the_group(tmp_path, command, did_not):
+    """Also where no other rank waits for it, as in what is done beside steps."""
     device = failing_group(tmp_path, 2, rank_timeout_s=1.0)
     assert generates_as_one_process(Driver(device))
     os.kill(device.pids[1], signal.SIGSTOP)
-    with pytest.raises(DeviceGoneError, match=r"rank 1 \(process \d+\) did not come within 1 s"):
-        device.execute(CountCommands())
+    with pytest.raises(DeviceGoneError, match=rf"rank 1 \(process \d+\) did not {did_not}"):
+        device.execute(command)
     assert are_gone(device.pids)
     device.close()
 

@@ -7,18 +7,27 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from devices import Driver
 from engines import expected_tokens, greedy
 from rank_devices import PROMPT, begin, failing_group
+from rank_training import CONFIG, num_trained, packs
+from safetensors.torch import load_file
 from support import random_tokens
 
+from coserve.adapters import LoraConfig
 from coserve.devices.grammar import Grammar
+from coserve.devices.job_messages import CombineContributions, ReadContributions, TakeContribution, WriteCheckpoint
 from coserve.devices.messages import CloseGrammar, CountCommands
 from coserve.devices.rank_process import DeviceProcess
-from coserve.devices.step_messages import RequestRows
+from coserve.devices.step_messages import RequestRows, Update
 from coserve.devices.swap_messages import MovePages
-from coserve.errors import DeviceGoneError, DeviceMemoryError
+from coserve.devices.torch_exchange import CONTRIBUTION_FILE
+from coserve.errors import AdapterError, DeviceGoneError, DeviceMemoryError
+from coserve.tuning.shard import Shard
 
+LORA = LoraConfig(r=4, target_modules="all-linear").to_peft()
+SYNCHRONOUS: dict[str, Any] = {"synchronization": "synchronous", "every_steps": 1, "meet_every_steps": 0}
 OTHER = tuple(random_tokens(11, 5).tolist())
 
 
@@ -50,6 +59,76 @@ PagedKv.move = failing
     for number in range(3):
         found.append(next_token("moved", len(PROMPT) + number, (found[-1],)))
     assert tuple(found) == expected_tokens(PROMPT, 4)
+    device.close()
+
+
+def test_gradients_that_one_rank_cannot_give_are_given_once_when_asked_again(tmp_path):
+    """The other rank has them again, so that a contribution is what it is of a group without a failure."""
+    before = """
+from coserve.devices.torch_exchange import TorchExchange
+take, failures = TorchExchange.take, [MemoryError("none here")]
+
+def failing(self, gradients, moments):
+    if RANK == 1 and failures:
+        raise failures.pop()
+    return take(self, gradients, moments)
+
+TorchExchange.take = failing
+"""
+    given = []
+    for name, program in (("failing", before), ("plain", "")):
+        directory = tmp_path / name
+        directory.mkdir()
+        device = failing_group(directory, 2, before=program)
+        driver, shard = Driver(device), Shard(index=0, count=2, directory=str(directory), **SYNCHRONOUS)
+        opened = driver.open_trainer("job", CONFIG, adapter=LORA, shard=shard)
+        for sequences in packs(1):
+            driver.train("job", opened, sequences)
+        if program:
+            with pytest.raises(DeviceMemoryError, match=r"^none here \(on rank 1\)$"):
+                device.execute(TakeContribution("job", "copy"))
+        for _ in range(2):  # who asks again gets the same one
+            device.execute(TakeContribution("job", "copy"))
+        device.execute(WriteCheckpoint("copy", str(directory)))
+        given.append(load_file(directory / CONTRIBUTION_FILE))
+        device.close()
+    assert given[0].keys() == given[1].keys() and any(map(torch.Tensor.any, given[0].values()))
+    assert all(torch.equal(tensor, given[1][name]) for name, tensor in given[0].items())
+
+
+def test_contributions_that_one_rank_cannot_read_are_read_once_when_asked_again(tmp_path):
+    before = """
+from coserve.devices.torch_exchange import TorchExchange
+from coserve.errors import AdapterError
+read, failures = TorchExchange.read, [AdapterError("not here yet")]
+
+def failing(self, directories):
+    if RANK == 1 and failures:
+        raise failures.pop()
+    return read(self, directories)
+
+TorchExchange.read = failing
+"""
+    device = failing_group(tmp_path, 2, before=before)
+    driver, shard = Driver(device), Shard(index=0, count=2, directory=str(tmp_path), **SYNCHRONOUS)
+    opened = driver.open_trainer("job", CONFIG, adapter=LORA, shard=shard)
+    norms = []
+    for number, sequences in enumerate(packs(2), 1):
+        driver.train("job", opened, sequences)
+        written = tmp_path / f"of step {number}"
+        written.mkdir()
+        device.execute(TakeContribution("job", f"copy {number}"))
+        device.execute(WriteCheckpoint(f"copy {number}", str(written)))
+        reading = ReadContributions("job", (str(written),) * 2)
+        if number == 1:
+            with pytest.raises(AdapterError, match=r"^not here yet \(on rank 1\)$"):
+                device.execute(reading)
+        device.execute(reading)
+        device.execute(CombineContributions("job", 2 * number))
+        norms.append(driver.step(updates=[Update("job", num_trained(sequences), 4)]).norms["job"])
+        total = sum(float(tensor.double().square().sum()) for tensor in load_file(written / CONTRIBUTION_FILE).values())
+        assert norms[-1] == pytest.approx(2 * total**0.5 / num_trained(sequences), rel=1e-4)
+        driver.reuse_pages()
     device.close()
 
 
