@@ -48,7 +48,7 @@ class JobCommands:
     # -- adapters -------------------------------------------------------------------
 
     def adapter_reading(self, adapter: AdapterRef, changed_by: str = "") -> Callable[[], AdapterLoad] | None:
-        """What a thread is to do before `finish_adapter`; None if the device has the adapter. changed_by: see
+        """What a thread is to do before a `LoadAdapter` is handled; None if the device has the adapter. changed_by: see
         `LoadAdapter`.
         """
         if adapter.directory is None:
@@ -58,13 +58,6 @@ class JobCommands:
         except AdapterError as error:
             return partial(_raise, error)
         return None if load is None else partial(self._read_adapter, load, changed_by)
-
-    def finish_adapter(self, adapter: AdapterRef, load: AdapterLoad | None) -> None:
-        """Have it on the device, now that it was read; it was used now."""
-        if load is not None:
-            self._engine.finish_load(load)
-        elif adapter.directory is not None:
-            self._engine.ensure_adapter(adapter.name, adapter.directory)
 
     def _read_adapter(self, load: AdapterLoad, changed_by: str) -> AdapterLoad:
         self._shared.fetch(Path(load.directory))
