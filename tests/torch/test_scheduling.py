@@ -192,9 +192,7 @@ def views(draw: st.DrawFn) -> View:
             first_s = now_s - num_output * tpot_s * rng.uniform(0.3, 1.1)
             last_s = rng.uniform(first_s, now_s)
             item = changed(item, first_token_s=first_s, last_token_s=last_s, num_output=num_output)
-            item = changed(
-                item, num_rows=1 if rng.random() < 0.9 else item.num_rows, num_past=rng.randint(1, 2000)
-            )
+            item = changed(item, num_rows=1 if rng.random() < 0.9 else item.num_rows, num_past=rng.randint(1, 2000))
         if rng.random() < 0.3:
             item = changed(item, version=f"v{rng.randint(0, 2)}", num_bypasses=168)
         requests.append(item)
