@@ -141,20 +141,29 @@ class StepLoop:
             except BaseException as error:
                 self._forget(step.batch, error)
                 raise
-            now_s = self._device.clock.now()
-            self.last_result = result
-            if result.failure is None:
-                self._apply(step, result, now_s)
-                self._remember(step, result)
-            else:
-                self._recover(step.batch, result, now_s)
+            try:
+                self._book(step, result)
+            except BaseException as error:
+                self._forget(step.batch, error)
+                raise
         self.drop_unread_versions()
         if not (self._requests or self._jobs.num_running):
             self._charges.note_rest()
             self._log.flush()  # there may be no further step
 
+    def _book(self, step: _Begun, result: StepResult) -> None:
+        now_s = self._device.clock.now()
+        self.last_result = result
+        if result.failure is None:
+            self._apply(step, result, now_s)
+            self._remember(step, result)
+        else:
+            self._recover(step.batch, result, now_s)
+
     def _forget(self, batch: StepBatch, error: BaseException) -> None:
-        """Give up a step of which it is not known how much has run; its commands are not lost (`CommandLog`)."""
+        """Give up a step of which it is not known how much has run, or how much of it was booked; its commands are not
+        lost (`CommandLog`).
+        """
         self._close_running()  # pages may not have joined, and tokens that nobody has heard of may count as used
         self._jobs.abandon(batch, error)
 

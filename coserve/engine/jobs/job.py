@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from coserve.devices.job_messages import TrainerOpened
 from coserve.devices.step_messages import PackSums
 from coserve.engine.jobs.checkpoint import JobPosition
-from coserve.engine.jobs.events import EventKind, JobEvent, StepSeconds
+from coserve.engine.jobs.events import EventKind, JobEvent
 from coserve.engine.jobs.pack import BegunPack, PackNeeds
 from coserve.engine.jobs.progress import Exchange, JobEnd, JobStatus, MemoryFailures, TrainingProgress
 from coserve.engine.jobs.view import job_progress
@@ -173,8 +173,8 @@ class Job:
         progress = self.progress
         if progress.status != "running":
             return None
-        if (begun := progress.begun) is not None:
-            return begun.cursor.phase
+        if isinstance(progress.place, BegunPack):
+            return progress.place.cursor.phase
         return "pack" if progress.packs else "update" if progress.update_due else None
 
     def seen(self, now_s: float, num_pages: int) -> JobProgress | None:
@@ -244,9 +244,9 @@ class Job:
         if jobs != self.progress.joined:
             self.progress = replace(self.progress, joined=jobs)
 
-    def count_seconds(self, started_s: float, seconds: StepSeconds) -> None:
-        """Add its share of an engine's step that began then."""
-        self.progress = self.progress.after_seconds(started_s, seconds)
+    def count_seconds(self, started_s: float, seconds: Mapping[str, float]) -> None:
+        """Add its share of an engine's step that began then; seconds: by the section, as `StepSeconds` names it."""
+        self.progress = self.progress.after_seconds(started_s, **seconds)
 
     def begin_pack(self, pages: PackPages) -> None:
         """Note that the device has begun the next pack on these pages, or has it again."""

@@ -116,7 +116,7 @@ class JobSet(Mapping[str, Job]):
     @property
     def tenants(self) -> set[str]:
         """Tenants with jobs that are neither over nor paused."""
-        return {job.tenant for job in self._jobs.values() if job.state == "running"}
+        return {job.tenant for job in self._jobs.values() if job.progress.status == "running"}
 
     @property
     def num_tokens_trained(self) -> int:
@@ -170,7 +170,7 @@ class JobSet(Mapping[str, Job]):
                 continue
             if not self._memory.has_moments(job) and progress.update_due:
                 continue  # others have the pages of its moments
-            is_one_alone |= job.is_alone
+            is_one_alone |= progress.num_steps_done < job.alone_until_step
             if (seen := job.seen(now_s, self._memory.num_pack_pages(job))) is not None:
                 found.append(seen)
         served = self._served.of(jobs, [each.id for each in found])
@@ -260,11 +260,14 @@ class JobSet(Mapping[str, Job]):
     def catch_up(self) -> None:
         """Do what is due."""
         for job in list(self._jobs.values()):
-            if job.is_terminal:
+            progress = job.progress
+            if progress.is_terminal:
                 continue
-            if job.state == "running":
-                self._place_moments(job)
-            self._lifecycle.follow(job)
+            # Of most jobs in most steps nothing is due.
+            if progress.optimizer_away or progress.exchange is not None or not progress.packs:
+                if progress.status == "running":
+                    self._place_moments(job)
+                self._lifecycle.follow(job)
             self._memory.hold_moments(job)
 
     def _place_moments(self, job: Job) -> None:
@@ -304,8 +307,9 @@ class JobSet(Mapping[str, Job]):
         """Count a turn of the step loop: jobs that are held back come nearer to their return."""
         self._num_turns += 1
         for job in self._jobs.values():
-            if job.memory_failures.num_turns:
-                job.set_memory_failures(job.memory_failures.after_turn())
+            failures = job.progress.memory_failures
+            if failures.num_turns:
+                job.set_memory_failures(failures.after_turn())
 
     def apply(self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float) -> None:
         """Move jobs on by what has run; started_s: when the step began."""

@@ -15,7 +15,7 @@ from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.engine.command_log import CommandLog
 from coserve.engine.jobs.answers import Answers
 from coserve.engine.jobs.checkpoint import Checkpoint, CopyTaker, TakenCopy
-from coserve.engine.jobs.events import JobEvent, StepSeconds
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.jobs.job import Job
 from coserve.engine.jobs.memory import JobMemory
 from coserve.engine.jobs.pack import BegunPack
@@ -57,7 +57,7 @@ class JobLifecycle:
         """Book a step that has run; started_s: when it began."""
         jobs = self._jobs
         for job_id, seconds in shares_of_time(batch, result).items():
-            jobs[job_id].count_seconds(started_s, StepSeconds(**seconds))
+            jobs[job_id].count_seconds(started_s, seconds)
         for update in batch.updates:
             self._finish_update(jobs[update.job], result.norms[update.job], now_s)
         for window in batch.windows:
@@ -100,11 +100,12 @@ class JobLifecycle:
         return bool(moved) or bool(batch.updates)
 
     def abandon(self, batch: StepBatch, error: BaseException) -> None:
-        """Give up a step that the device failed in: its packs and updates are in an unknown state. All else is as it
-        was.
+        """Give up a step that the device failed in, or that was not booked as a whole: its packs, and its updates that
+        were not booked, are in an unknown state. All else is as it was.
         """
         for update in batch.updates:
-            self.end(self._jobs[update.job], "failed", f"the device failed within an optimizer step: {error!r}")
+            if (job := self._jobs[update.job]).update_due:
+                self.end(job, "failed", f"the device failed within an optimizer step: {error!r}")
         for job_id in largest_pieces(batch):
             if (job := self._jobs[job_id]).has_pack:
                 self._memory.drop_pack(job)

@@ -18,6 +18,7 @@ from coserve.engine.jobs.job import Job
 from coserve.engine.jobs.pack import BegunPack
 from coserve.engine.page_broker import MomentsNeed, PageBroker
 from coserve.errors import BudgetError
+from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.swapping import optimizer_swap_pays
 
@@ -68,18 +69,19 @@ class JobMemory:
             sizes = needs.group_pages(pack.num_rows, self._pages.pool.page_bytes, measures=measures)
         window = None if other_model is None else self._pages.window_need(other_model)
         num_parts = needs.num_trained_parts(measures=measures)
+        pages: PackPages | None = None
         try:
             pages = self._pages.take_pack(sizes, num_parts, window, self._moments_need(job))
-        except BudgetError:  # enough pages, but not side by side
-            return False
-        try:
             if away is not None:
                 self._log.execute(self._swap.command_to_bring_back_pack(job.id, pages.pages))
             self._log.execute(needs.command_to_begin(pack, pages, measures=measures, away=away))
+            job.begin_pack(pages)
+        except BudgetError:  # enough pages, but not side by side
+            return False
         except BaseException:
-            pages.release()
+            if pages is not None and job.progress.place is away:  # it was not booked
+                pages.release()
             raise
-        job.begin_pack(pages)
         self._swap.release_pack(job.id)
         return True
 

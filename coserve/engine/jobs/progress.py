@@ -188,7 +188,7 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_terminal(self) -> bool:
         """Return whether the job is over."""
-        return self.status not in ("running", "paused")
+        return self.status != "running" and self.status != "paused"
 
     @property
     def measures(self) -> bool:
@@ -203,7 +203,7 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def update_due(self) -> bool:
         """Return whether the optimizer step can be made."""
-        if not self.has_trained:
+        if self.packs or not self.has_trained:
             return False
         exchange = self.exchange
         return exchange is None or not exchange.shard.gives_gradients or exchange.num_trained is not None
@@ -284,17 +284,25 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
         assert begun is not None
         return replace(self, place=SwappedPack(cursor=begun.cursor, group_pages=begun.pages.group_pages))
 
-    def after_seconds(self, started_s: float, seconds: StepSeconds) -> Self:
+    def after_seconds(
+        self,
+        started_s: float,
+        *,
+        forward_s: float = 0.0,
+        loss_s: float = 0.0,
+        backward_s: float = 0.0,
+        update_s: float = 0.0,
+    ) -> Self:
         """Add the job's share of an engine's step that began then."""
         so_far = self.seconds
         return replace(
             self,
             seconds=StepSeconds(
                 started_s=so_far.started_s or started_s,
-                forward_s=so_far.forward_s + seconds.forward_s,
-                loss_s=so_far.loss_s + seconds.loss_s,
-                backward_s=so_far.backward_s + seconds.backward_s,
-                update_s=so_far.update_s + seconds.update_s,
+                forward_s=so_far.forward_s + forward_s,
+                loss_s=so_far.loss_s + loss_s,
+                backward_s=so_far.backward_s + backward_s,
+                update_s=so_far.update_s + update_s,
             ),
         )
 
