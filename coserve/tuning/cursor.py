@@ -51,6 +51,18 @@ class Cursor:
         """Whether all has been saved that the backward pass reads; below that, nothing is needed any more."""
         return self.forward_done
 
+    @property
+    def num_rows_left(self) -> int:
+        """Return the rows that are still to go forward, through the loss, or backward in the current part."""
+        if (phase := self.phase) == "backward":
+            return self.num_backward_rows
+        return self.num_rows - self.num_forward_rows if phase == "forward" else self.num_trained - self.num_loss_rows
+
+    @property
+    def num_rows_done(self) -> int:
+        """Return the rows that would be lost with the pack; the loss, and each part backward, count as a pass each."""
+        return self.num_forward_rows + self.num_loss_rows + self.num_parts_done * self.num_rows
+
     def num_rows_run(self, num_trained_parts: int) -> float:
         """Rows forward and rows reversed: one counts once forward, and once for the loss and all trained parts
         backward.

@@ -17,7 +17,6 @@ from coserve.engine.jobs.checkpoint import JobPosition
 from coserve.engine.jobs.events import EventKind, JobEvent
 from coserve.engine.jobs.pack import BegunPack, PackNeeds
 from coserve.engine.jobs.progress import Exchange, JobEnd, JobStatus, MemoryFailures, TrainingProgress
-from coserve.engine.jobs.view import job_progress
 from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.plan import JobInfo, JobPhase, JobProgress
 from coserve.tuning.config import TuningConfig
@@ -182,19 +181,27 @@ class Job:
         if (phase := self.phase) is None:
             return None
         progress = self.progress
-        pack = progress.packs[0] if progress.packs else None
-        cursor = None if progress.place is None else progress.place.cursor
-        if cursor is None and pack is not None:
+        waited_s, num_rows_run = max(0.0, now_s - progress.moved_s), progress.num_rows_run
+        if not progress.packs:
+            return JobProgress(id=self.id, info=self.info, phase=phase, waited_s=waited_s, num_rows_run=num_rows_run)
+        pack = progress.packs[0]
+        if progress.place is None:
             cursor = self.pack_needs.first_cursor(pack, measures=progress.measures)
-        return job_progress(
-            self.id,
-            self.info,
+        else:
+            cursor = progress.place.cursor
+        return JobProgress(
+            id=self.id,
+            info=self.info,
             phase=phase,
-            cursor=cursor,
-            mean_context_len=0.0 if pack is None else pack.mean_context_len,
-            waited_s=max(0.0, now_s - progress.moved_s),
-            num_pages=0 if pack is None else num_pages,
-            num_rows_run=progress.num_rows_run,
+            num_rows=cursor.num_rows,
+            num_rows_left=cursor.num_rows_left,
+            num_parts_left=cursor.num_parts - cursor.num_parts_done,
+            mean_context_len=pack.mean_context_len,
+            waited_s=waited_s,
+            num_pages=num_pages,
+            num_rows_done=cursor.num_rows_done,
+            num_rows_run=num_rows_run,
+            begins_at=cursor.phase,
         )
 
     def position(self) -> JobPosition:
