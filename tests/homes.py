@@ -9,7 +9,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from coserve.engine.jobs.checkpoint import POSITION_FILE
+from coserve.jobs.catalogue import JobAdapters
 from coserve.jobs.files import Files
+from coserve.jobs.folders import Folders
 from coserve.jobs.offline import job_writer_at
 from coserve.jobs.records import CheckpointRecord, FileRecord, JobRecord, adapter_of, new_id
 from coserve.jobs.store import Store
@@ -26,6 +28,7 @@ class HandMade:
         self.store = Store.at(path, database)
         self.files = Files(self.store, path / "files")
         self.writer = job_writer_at(self.store, path)
+        self.adapters = JobAdapters(self.store, "m", Folders(path / "jobs"))
 
     def upload(self, content: bytes = b"abc", purpose: str = "fine-tune") -> FileRecord:
         return self.files.create(TENANT, purpose=purpose, filename="data.jsonl", source=io.BytesIO(content))

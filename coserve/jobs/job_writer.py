@@ -54,12 +54,12 @@ class JobWriter:
     # -- questions ------------------------------------------------------------------
 
     def find(self, tenant: str, id: str) -> JobRecord | None:
-        """A tenant's job."""
+        """Return a tenant's job; None if there is none."""
         with self._store.read() as transaction:
             return transaction.job(tenant, id)
 
     def job(self, id: str) -> JobRecord:
-        """A job that there is."""
+        """Return a job that there is."""
         with self._store.read() as transaction:
             found = transaction.any_job(id)
         assert found is not None, f"job {id} is not in the store"
@@ -87,7 +87,7 @@ class JobWriter:
         )
 
     def require_room(self, id: str) -> None:
-        """StoreError if a change of a job cannot be written now."""
+        """Raise StoreError if a change of a job cannot be written now."""
         with self._store.write() as transaction:
             job = transaction.any_job(id)
             assert job is not None, f"job {id} is not in the store"
@@ -112,7 +112,7 @@ class JobWriter:
         return jobs
 
     def add(self, record: JobRecord, max_jobs: int | None = None) -> None:
-        """A new job; JobError for files that are not there, or not for fine-tuning, LimitError if the tenant has
+        """Add a new job; JobError for files that are not there, or not for fine-tuning, LimitError if the tenant has
         max_jobs that have not ended.
         """
         with self._store.write() as transaction:
@@ -136,7 +136,7 @@ class JobWriter:
             transaction.add_event(job_event(record, f"Validating training file: {record.training_file}"))
 
     def change(self, id: str, status: JobStatus, message: str | None = None) -> JobRecord:
-        """Another state of a job that has not ended, and an event that says so."""
+        """Give a job that has not ended another status, and an event that says so."""
         with self._store.write() as transaction:
             job = transaction.any_job(id)
             assert job is not None, f"job {id} is not in the store"
@@ -146,7 +146,7 @@ class JobWriter:
         return job
 
     def validated(self, job: JobRecord, found: Validated) -> JobRecord:
-        """Its files have been read; a paused job stays so."""
+        """Write what was found in a job's files; a paused job stays so."""
         with self._store.write() as transaction:
             if found.num_cut:
                 length = job.settings["max_sequence_length"]
@@ -214,7 +214,7 @@ class JobWriter:
     def end(
         self, id: str, status: Literal["succeeded", "failed", "cancelled"], error: dict[str, Any] | None = None
     ) -> JobRecord:
-        """A job ends; no error if it has before. error: code, message, param."""
+        """End a job; no error if it has ended before. error: code, message, param."""
         job = self.job(id)
         if job.is_terminal:
             return job
@@ -267,39 +267,6 @@ class JobWriter:
             kept = transaction.all_checkpoints(id)
         self._folders.sweep(id, kept, is_terminal=True)
 
-    def delete_adapter(self, tenant: str, name: str, *, is_live: bool) -> tuple[str, ...]:
-        """Forget an adapter and remove it from disk: a checkpoint, or a model with all checkpoints of its job.
-
-        Returns the names that are gone; none if it was not there. JobError if a job needs it. is_live: a job that runs
-        serves it.
-        """
-        with self._store.write() as transaction:
-            found = transaction.adapter(tenant, name)
-            if found is None:
-                if is_live:
-                    raise JobError(f"{name} is being trained: cancel its job first", param="model")
-                return ()
-            job = transaction.any_job(found.job)
-            is_model = job is not None and job.name == name
-            gone = transaction.adapters_of(found.job) if is_model else (found,)
-            directories = {each.directory for each in gone if each.directory is not None}
-            for other in transaction.unfinished_jobs():
-                if other.id == found.job or (other.start is not None and other.start["directory"] in directories):
-                    raise JobError(f"job {other.id} needs {name}: cancel it first, or wait for it", param="model")
-            for each in gone:
-                transaction.remove_adapter(tenant, each.name)
-            if is_model:
-                transaction.remove_checkpoints(found.job)
-            else:
-                transaction.remove_checkpoint_of_name(found.job, name)
-            unused = [Path(each) for each in directories if not transaction.adapters_in(each)]
-        for directory in unused:
-            if self._folders.holds(directory):
-                self._folders.shared.discard(directory)
-        if is_model:
-            self._folders.remove(found.job)
-        return tuple(each.name for each in gone)
-
     def _write_results(self, job: JobRecord) -> FileRecord:
         with self._store.read() as transaction:
             content = results_csv(transaction.metrics(job.id))
@@ -315,7 +282,7 @@ class JobWriter:
 
 
 def _check_start(transaction: Transaction, job: JobRecord, folders: Folders) -> None:
-    """JobError if the adapter that a job is to train further was deleted after it had been looked up."""
+    """Raise JobError if the adapter that a job is to train further was deleted after it had been looked up."""
     directory = None if job.start is None else job.start["directory"]
     if directory is None or not folders.holds(Path(directory)):
         return

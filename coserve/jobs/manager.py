@@ -54,7 +54,7 @@ class JobManager:
         self.store, self.files, self.models = store, files, models
         folders = Folders(directory, files.shared)
         self._writer = JobWriter(store, files, folders)
-        self.adapters = JobAdapters(store, models.served.name)
+        self.adapters = JobAdapters(store, models.served.name, folders)
         self._reader = FileReader(files, folders, models, self._files_read)
         self._driver = JobDriver(
             writer=self._writer,
@@ -237,8 +237,7 @@ class JobManager:
         return await self._driver.ask(id, desired)
 
     async def _delete_adapter(self, tenant: str, name: str) -> tuple[str, ...]:
-        is_live = self.adapters.is_live(tenant, name)
-        gone = await asyncio.to_thread(lambda: self._writer.delete_adapter(tenant, name, is_live=is_live))
+        gone = await asyncio.to_thread(self.adapters.delete, tenant, name)
         self.adapters.changed()
         return gone
 

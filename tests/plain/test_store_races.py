@@ -176,7 +176,7 @@ def test_a_job_does_not_begin_with_an_adapter_that_is_deleted_at_this_moment(hom
         follower = _again(made, start={"name": start.name, "directory": start.directory})
         found = at_once(
             partial(home.writer.add, follower),
-            partial(home.writer.delete_adapter, TENANT, made.name, is_live=False),
+            partial(home.adapters.delete, TENANT, made.name),
         )
         assert len(errors(found)) == 1, "either the job needs it, or it is gone"
         assert (home.writer.find(TENANT, follower.id) is not None) == directory.exists()
