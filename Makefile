@@ -2,14 +2,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # A process for each core, each with one thread: they would wait for one another otherwise.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+# Files begin in the order of tests/conftest.py, those that take longest first: none of these runs alone at the end.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 # Tests start many processes: what these import is compiled once.
 export PYTHONDONTWRITEBYTECODE :=
 
 CPP := $(shell find coserve -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup demo test test-amx test-triton test-long test-browser test-cluster test-clients fuzz storm storm-simulated storm-clustered storm-poisoned check lint docs wheel format hooks clean
+.PHONY: setup demo test test-amx test-triton test-long test-every test-browser test-cluster test-clients fuzz storm storm-simulated storm-clustered storm-poisoned check lint docs wheel format hooks clean
 
 setup: $(VENV)/.ready  ## One environment, in .venv
 
@@ -27,13 +28,15 @@ demo: setup  ## Serve and fine-tune at once, in three minutes; leaves demo-repor
 test: setup  ## Every test that this machine can run but the long ones, warnings as errors
 	$(PYTEST) -m "not long and not browser and not cluster and not clients" $(if $(COVERAGE),--cov=coserve --cov-report=term)
 
-# What is compiled for AMX, on a processor with AVX-512's bfloat16 alone; its sum has a changed header compiled anew.
+# What is compiled for AMX, on a processor with AVX-512's bfloat16 alone; its sum has a changed header compiled anew. It is
+# for bfloat16 and int8: tests that name neither run what `make test` runs.
 AMX := $(CURDIR)/tests/processors/emulated_amx.h
+AMX_TESTS = $(sort $(shell grep -lE 'bfloat16|int8' tests/torch/test_*.py))
 test-amx: setup  ## Models and kernels as with AMX, which tests/processors has in software; for processors with AVX-512
 	@if grep -qw amx_bf16 /proc/cpuinfo || ! grep -qw avx512_bf16 /proc/cpuinfo; then \
 		echo "skipped: this processor has AMX, or no AVX-512 for bfloat16"; \
 	else \
-		COSERVE_CXXFLAGS="-include $(AMX) -DAMX_SUM=$$(cksum < $(AMX) | cut -d' ' -f1)" $(PYTEST) -m "not long" tests/torch; \
+		COSERVE_CXXFLAGS="-include $(AMX) -DAMX_SUM=$$(cksum < $(AMX) | cut -d' ' -f1)" $(PYTEST) -m "not long" $(AMX_TESTS); \
 	fi
 
 # Beside the environment, since PyTorch's builds for GPUs bring one of their own.
@@ -49,13 +52,20 @@ test-triton: setup $(TRITON)  ## The kernels of GPUs, interpreted on the CPU, an
 test-long: setup  ## What starts server after server, trains for long, or goes through every combination
 	$(PYTEST) -m long
 
+test-every: setup  ## Every combination of settings, of which `make test-long` tries a part that covers any two or three of them
+	COSERVE_EVERY_COMBINATION=1 $(PYTEST) -m "long or not long" $(sort $(shell grep -lE 'import .*covering' tests/torch/test_*.py))
+
 test-browser: setup  ## The page in a real browser; skipped where there is no chromium
 	$(PYTEST) -m browser tests/browser
 
+# Beside the environment's own packages; without it, the tests are skipped.
+RAY := $(VENV)/.ray
+$(RAY): $(VENV)/.ready
+	-$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cluster]' && touch $@
+
 # Kills of engines, actors, machines and the front, one kind after the other.
 KILLS ?= 4
-test-cluster: setup  ## One server on a real Ray cluster of three nodes; installs Ray, and is skipped where it cannot
-	-$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cluster]'
+test-cluster: setup | $(RAY)  ## One server on a real Ray cluster of three nodes; installs Ray, and is skipped where it cannot
 	COSERVE_CLUSTER_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster $(sort $(shell grep -rl --include='*.py' mark.cluster tests)) -s
 
 # ALL=1 also tries those that take minutes; see docs/clients.md, whose table this writes.
@@ -93,8 +103,17 @@ wheel: setup  ## A wheel in dist/ with compiled CPU kernels for each kind of x86
 docs: setup  ## The documentation as a site, in site/; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-# What needs more than this machine (hours of load) has a target of its own; all of this should take an hour at most.
-check: lint docs test test-amx test-triton test-long test-browser test-cluster test-clients  ## All of it; .ci/run runs this
+# What needs more than this machine (hours of load), and every combination (test-every), has a target of its own; all of
+# this should take 40 minutes at most. Targets that mostly wait, or keep one core busy, run two at a time.
+check: setup  ## All of it; .ci/run runs this
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint docs
+	$(MAKE) --no-print-directory test
+	$(MAKE) --no-print-directory test-amx
+	$(MAKE) --no-print-directory test-triton
+	$(MAKE) --no-print-directory test-long
+	$(MAKE) --no-print-directory test-browser
+	$(MAKE) --no-print-directory $(RAY)
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cluster test-clients
 
 format: setup  ## Bring the code into format
 	$(BIN)/ruff format .

@@ -5,6 +5,7 @@ import atexit
 import importlib.util
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import rmtree
@@ -12,6 +13,7 @@ from tempfile import mkdtemp
 
 import pytest
 from hypothesis import settings
+from lengths import place_of
 from postgres import Postgres, postgres_server
 
 # The same examples every time; HYPOTHESIS_PROFILE=explore looks for new ones.
@@ -74,6 +76,8 @@ def _threads_are_as_they_were() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
+    nums = Counter(item.path for item in items)
+    items.sort(key=lambda item: (place_of(item.path), -nums[item.path]))
     if not torch.cuda.is_available():
         for item in items:
             if GPU_TESTS in item.path.parents:

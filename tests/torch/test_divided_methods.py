@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from lengths import long_but
+from lengths import covering, long_but
 from peft_methods import CASES, config_of
 from ranks import assert_gradients_agree, random_masters, relative_error, together, train_divided, whole_backbone
 from support import random_sequences, worst_error
@@ -27,6 +27,7 @@ from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.joined import joined_tasklet, run_losses
 
 EVERY = [(case, family) for case, found in CASES.items() for family in found.families]
+EACH_ONCE = covering(EVERY, tuple, together=1)
 SHORT = [("lora", "gptj"), ("dora", "qwen2"), ("ia3", "qwen2"), ("vera", "gptj"), ("bottleneck", "gptj")]
 SHORT += [("prefix-tuning", "qwen2"), ("bitfit", "opt"), ("lora-whole", "llama-biases-tied")]
 MIXTURES = ["mixtral", "qwen3-moe", "gpt-oss", "qwen3.5-moe", "qwen3-next"]
@@ -49,7 +50,7 @@ def test_a_divided_method_trains_as_on_one_rank(method):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("case", "family"), EVERY)
+@pytest.mark.parametrize(("case", "family"), EACH_ONCE)
 def test_a_method_divided_among_four_trains_as_on_one_rank(case, family):
     check(family, config_of(case), 4)
 
