@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 CPP := $(shell find coserve -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup demo test test-amx test-triton test-long test-every test-browser test-cluster test-clients fuzz storm storm-simulated storm-clustered storm-poisoned check lint docs wheel format hooks clean
+.PHONY: setup demo test test-amx test-triton test-long test-every test-browser test-cluster test-clients fuzz storm storm-simulated storm-clustered storm-poisoned storm-ranks check lint docs wheel format hooks clean
 
 setup: $(VENV)/.ready  ## One environment, in .venv
 
@@ -84,11 +84,11 @@ MINUTES ?= 10
 SEED ?= 0
 STREAMS ?= 512
 storm: setup  ## Operations and faults, in virtual time and on real processes; a failure prints what repeats it
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target storm-simulated storm-clustered storm-poisoned
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target storm-simulated storm-clustered storm-poisoned storm-ranks
 	PYTHONPATH=tests $(BIN)/python -m storm real --minutes $(MINUTES) --seed $(SEED) --streams $(STREAMS)
 
-# A core each.
-storm-simulated storm-clustered storm-poisoned: storm-%: setup
+# A core each, as far as there are that many.
+storm-simulated storm-clustered storm-poisoned storm-ranks: storm-%: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m storm $* --minutes $(MINUTES) --first-seed $(SEED)
 
 lint: setup  ## Format, lint and types of the package, tests, scripts and benchmarks

@@ -19,7 +19,7 @@ _TRIES_ALL = os.environ.get("COSERVE_EVERY_COMBINATION") == "1"
 # Files that take longest, which begin first (the others follow, those with the most tests first): processes that share
 # the tests out by files end at about the same time then.
 _LONGEST = (
-    *("test_storms_simulated", "test_cluster_storm", "test_tensor_parallel_jobs"),
+    *("test_storms_simulated", "test_cluster_storm", "test_rank_storms", "test_tensor_parallel_jobs"),
     *("test_engine_storm", "test_client_fields", "test_data_parallel_kinds", "test_data_parallel"),
     *("test_job_crashes", "test_demo", "test_fine_tuning_crashes", "test_group_ends", "test_batch_soak"),
     *("test_simulation", "test_co_serving", "test_recipes", "test_compare", "test_paper_policies", "test_bench"),

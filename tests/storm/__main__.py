@@ -8,11 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import count
 
-from storm.clustered import run_cluster_storm
-from storm.poisoned import run_poisoned_storm
-from storm.real.run import command, run_real_storm
-from storm.real.world import Settings
-from storm.simulated import NUM_ACTIONS, Report, run_storm
+# What a kind needs is imported by it: ranks are forked from a process that imports this module, too.
 
 
 def main() -> int:
@@ -24,7 +20,7 @@ def main() -> int:
     simulated.add_argument("--first-seed", type=int, default=0, help="of many")
     simulated.add_argument("--minutes", type=float, default=10.0, help="of computing")
     simulated.add_argument("--hours", type=float, help="of computing")
-    simulated.add_argument("--actions", type=int, default=NUM_ACTIONS, help="on the device, of each storm")
+    simulated.add_argument("--actions", type=int, help="on the device, of each storm")
     clustered = kinds.add_parser("clustered", help="a front and the engines of three nodes, in one process")
     clustered.add_argument("--seed", type=int, help="one storm, that of this seed")
     clustered.add_argument("--first-seed", type=int, default=0, help="of many")
@@ -33,6 +29,10 @@ def main() -> int:
     poisoned.add_argument("--seed", type=int, help="one storm, that of this seed")
     poisoned.add_argument("--first-seed", type=int, default=0, help="of many")
     poisoned.add_argument("--minutes", type=float, default=10.0)
+    ranks = kinds.add_parser("ranks", help="an engine on two ranks, of which one fails")
+    ranks.add_argument("--seed", type=int, help="one storm, that of this seed")
+    ranks.add_argument("--first-seed", type=int, default=0, help="of many")
+    ranks.add_argument("--minutes", type=float, default=10.0)
     real = kinds.add_parser("real", help="a server, its clients, its disk and its clock")
     real.add_argument("--seed", type=int, default=0)
     real.add_argument("--minutes", type=float, default=10.0, help="of faults; then comes calm")
@@ -40,18 +40,26 @@ def main() -> int:
     real.add_argument("--streams", type=int, default=512)
     real.add_argument("--jobs", type=int, default=8)
     options = parser.parse_args()
-    run = {"simulated": simulate, "clustered": cluster_storms, "poisoned": poisoned_storms, "real": real_storms}
+    run = {
+        "simulated": simulate,
+        "clustered": cluster_storms,
+        "poisoned": poisoned_storms,
+        "ranks": rank_storms,
+        "real": real_storms,
+    }
     return run[options.kind](options)
 
 
 def simulate(options: argparse.Namespace) -> int:
+    from storm.simulated import NUM_ACTIONS, Report, run_storm
+
     report, seconds = Report(), 3600 * options.hours if options.hours else 60 * options.minutes
     seeds = count(options.first_seed) if options.seed is None else [options.seed]
     until_s = time.monotonic() + seconds
     for seed in seeds:
         if time.monotonic() > until_s:
             break
-        run_storm(seed, report, num_actions=options.actions)
+        run_storm(seed, report, num_actions=options.actions or NUM_ACTIONS)
     print(report.as_text())
     print(
         json.dumps({"storms": report.num_storms, "hours": report.simulated_s / 3600, "faults": report.faults.total()})
@@ -60,11 +68,21 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def cluster_storms(options: argparse.Namespace) -> int:
+    from storm.clustered import run_cluster_storm
+
     return _storms(options, run_cluster_storm)
 
 
 def poisoned_storms(options: argparse.Namespace) -> int:
+    from storm.poisoned import run_poisoned_storm
+
     return _storms(options, run_poisoned_storm)
+
+
+def rank_storms(options: argparse.Namespace) -> int:
+    from storm.ranks import run_rank_storm
+
+    return _storms(options, run_rank_storm)
 
 
 def _storms(options: argparse.Namespace, run: Callable[[int], tuple[Counter[str], list[str]]]) -> int:
@@ -89,6 +107,9 @@ def _storms(options: argparse.Namespace, run: Callable[[int], tuple[Counter[str]
 
 def real_storms(options: argparse.Namespace) -> int:
     """One, or as many as there are in some hours."""
+    from storm.real.run import command, run_real_storm
+    from storm.real.world import Settings
+
     num_storms = max(1, round(60 * options.hours / options.minutes)) if options.hours else 1
     reports = []
     for seed in range(options.seed, options.seed + num_storms):
