@@ -26,6 +26,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from functools import cached_property, partial
+from inspect import signature
 from io import StringIO
 from pathlib import Path
 from random import Random
@@ -193,7 +194,10 @@ def _engine(backbone: Any, policy: str) -> Any:
     from coserve import Engine, EngineConfig
 
     make = getattr(Engine, "from_backbone", Engine)
-    return make(backbone, EngineConfig(policy=policy, memory_bytes=_MEMORY_BYTES))
+    # Measuring a device takes minutes; only plans that weigh requests against jobs need more than a quick profile.
+    quick = policy != "slack" and "may_be_provisional" in signature(make).parameters
+    more: dict[str, Any] = {"may_be_provisional": True} if quick else {}
+    return make(backbone, EngineConfig(policy=policy, memory_bytes=_MEMORY_BYTES), **more)
 
 
 def _tokens(backbone: Any, seed: int, number: int) -> list[int]:
