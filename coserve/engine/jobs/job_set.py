@@ -103,24 +103,24 @@ class JobSet(Mapping[str, Job]):
         return len(self._jobs)
 
     def find(self, job_id: str) -> Job:
-        """JobError if there is none."""
+        """Return a job; JobError if there is none."""
         if job_id not in self._jobs:
             raise JobError(f"there is no job {job_id!r}; there are: {', '.join(self._jobs) or 'none'}")
         return self._jobs[job_id]
 
     @property
     def num_running(self) -> int:
-        """Jobs that are neither over nor paused."""
+        """Return the number of jobs that are neither over nor paused."""
         return sum([job.progress.status == "running" for job in self._jobs.values()])
 
     @property
     def tenants(self) -> set[str]:
-        """Tenants with jobs that are neither over nor paused."""
+        """Return the tenants with jobs that are neither over nor paused."""
         return {job.tenant for job in self._jobs.values() if job.progress.status == "running"}
 
     @property
     def num_tokens_trained(self) -> int:
-        """Rows of packs whose gradients are in, of all jobs here."""
+        """Return the rows of packs whose gradients are in, of all jobs here."""
         return self._num_tokens_forgotten + sum([job.num_tokens_trained for job in self._jobs.values()])
 
     @property
@@ -129,35 +129,35 @@ class JobSet(Mapping[str, Job]):
 
     @property
     def window_use(self) -> WindowUse:
-        """What came of the window of weights so far."""
+        """Return what came of the window of weights so far."""
         return self._lifecycle.window_use
 
     @property
     def joined(self) -> tuple[tuple[str, ...], ...]:
-        """Jobs that run whose last tasklets were one batch of rows."""
+        """Return jobs that run whose last tasklets were one batch of rows."""
         running = {job.id for job in self._jobs.values() if job.state == "running"}
         groups = {tuple(sorted(self._jobs[job].progress.joined & running)) for job in running}
         return tuple(sorted(group for group in groups if len(group) > 1))
 
     @property
     def packs(self) -> list[PackPages]:
-        """Pages of the packs in memory."""
+        """Return the pages of the packs in memory."""
         return [begun.pages for job in self._jobs.values() if (begun := job.progress.begun) is not None]
 
     @property
     def with_optimizer(self) -> list[str]:
-        """Ids of jobs whose optimizers are on the device, or will be."""
+        """Return the ids of jobs whose optimizers are on the device, or will be."""
         return [job.id for job in self._jobs.values() if not (job.is_terminal or job.optimizer_away)]
 
     @property
     def on_host(self) -> list[HostOwner]:
-        """What they have there."""
+        """Return what jobs have on the host."""
         packs: list[HostOwner] = [("pack", job.id) for job in self._jobs.values() if job.progress.swapped]
         return [*packs, *[("optimizer", job.id) for job in self._jobs.values() if job.optimizer_away]]
 
     def progress(self, now_s: float, *, without: Collection[str] = ()) -> tuple[JobProgress, ...]:
-        """Jobs that could do something, the one that has been served least first; without those that are held back, or
-        whose optimizer is not back from the host.
+        """Return jobs that could do something, the one that has been served least first; without those that are held
+        back, or whose optimizer is not back from the host.
 
         Where some are to be alone, they and all others take turns.
         """
@@ -175,18 +175,19 @@ class JobSet(Mapping[str, Job]):
                 found.append(seen)
         served = self._served.of(jobs, [each.id for each in found])
         if len(found) > 1:
-            found.sort(key=lambda view: served[view.id])
+            found.sort(key=lambda each: served[each.id])
         return self._in_turn(tuple(found)) if is_one_alone else tuple(found)
 
-    def _in_turn(self, views: tuple[JobProgress, ...]) -> tuple[JobProgress, ...]:
-        alone = sorted(view.id for view in views if self._jobs[view.id].is_alone)
+    def _in_turn(self, found: tuple[JobProgress, ...]) -> tuple[JobProgress, ...]:
+        """Return one of the jobs that are to be alone, or all others, in turn."""
+        alone = sorted(each.id for each in found if self._jobs[each.id].is_alone)
         groups = [[id] for id in alone]
-        if others := [view.id for view in views if view.id not in alone]:
+        if others := [each.id for each in found if each.id not in alone]:
             groups.append(others)
         if not groups:
             return ()
         chosen = groups[self._num_turns % len(groups)]
-        return tuple([view for view in views if view.id in chosen])
+        return tuple([each for each in found if each.id in chosen])
 
     # -- life -----------------------------------------------------------------------
 
