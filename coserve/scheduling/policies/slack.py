@@ -37,11 +37,13 @@ from coserve.scheduling.slo.infeasible import infeasible_last
 from coserve.scheduling.slo.step_budget import BudgetSettings, StepBudget
 
 # A job in memory that has stood still for as many of the longest steps has its turn: one that was served less, or whose
-# pieces are always cheaper, would keep it waiting.
+# pieces are always cheaper, would keep it waiting. 1.5 and 6: within 0.1% with six jobs
+# (benchmarks/slack-constants.md).
 AGED_WAITS = 3.0
-# Beside requests a pack takes about this many times the time that it takes alone.
+# Beside requests a pack takes about this many times the time that it takes alone. No simulated load tells 1 or 4 from
+# it.
 PACK_STRETCH = 2.0
-# A request waits for a pack to be done only if it has this many times the time.
+# A request waits for a pack to be done only if it has this many times the time. No simulated load tells 2 or 8 from it.
 CAN_WAIT_TIMES = 4.0
 
 

@@ -3,28 +3,39 @@
 Far from their SLOs requests lose nothing that they would miss. Near them, what jobs take now makes all later requests
 late, the more so the fuller the time is: a queue that hardly ever empties passes every delay on.
 
-How each value was found, and what happens at half and at twice of it: benchmarks/slack-constants.md.
+Where each value comes from, and what happens at half and at twice of it, or of what it leaves of 1:
+benchmarks/slack-constants.md. "× 2.9" is what jobs get, points are of requests in time; a load that is not named is
+the same.
 """
 
 from math import inf
 
 from coserve.scheduling.plan import SloUse
 
-# Requests that use more of an SLO than this are near it: each may lose to jobs no more than was left.
+# Requests that use more of an SLO than this are near it: each may lose to jobs no more than was left. 0.875: × 1.3 and
+# × 2.9 on two loads, of which one loses 0.6 points; 0.5: × 0.91 and × 0.96.
 NEAR = 0.75
-# Requests that use more of their TTFT than this are marginal: they hold it only just.
+# Requests that use more of their TTFT than this are marginal: they hold it only just. 0.985: × 1.1 at the edge and in
+# bursts; 0.94: × 0.09 in bursts. Found on loads that requests alone hold (benchmarks/slo-edge.md).
 MARGINAL = 0.97
-# Requests that use less of their TTFT than this, of what is known of it, have time for the prompts of a burst.
+# Requests that use less of their TTFT than this, of what is known of it, have time for the prompts of a burst. Found on
+# a trace, where it brings jobs 6% (benchmarks/compare.md); none of the simulated loads is between 0.25 and 1.
 FAR = 0.5
-# Requests near their TPOT may lose this share of their time per token, times u / (1 - u) with u the unfilled time.
+# Requests near their TPOT may lose this share of their time per token, times u / (1 - u) with u the unfilled time. No
+# simulated load tells 0.125 or 0.5 from it.
 FAR_SHARE = 0.25
-# Near an SLO jobs get less from the first of these shares of filled time on, and nothing above the second.
+# Near an SLO jobs get less from the first of these shares of filled time on, and nothing above the second. 0.9 and
+# 0.95: × 2.9 and 0.6 points fewer on one load; 0.6 and 0.8: × 0.17 and × 0.84 on two.
 FILLED = 0.8, 0.9
-# A step of jobs may take no more than this share of what TTFTs have left, in units of what they use.
+# A step of jobs may take no more than this share of what TTFTs have left, in units of what they use. 0.15: × 0.08 in
+# bursts; 0.6: × 1.6.
 WAIT_SHARE_OF_REST = 0.3
-# Every bank keeps at least this many TPOTs near an SLO, so that a burst of prompts finds them.
+# Every bank keeps at least this many TPOTs near an SLO, so that a burst of prompts finds them. No simulated load tells
+# 0.75 or 3 from it.
 NEAR_RESERVE_TPOTS = 1.5
 # Near an SLO jobs get this much of `least_share`, unless more requests than the second share are late without jobs.
+# 0.01 is the same, 0.04: × 8.8 at the edge. Of the second 0.025: × 0.9 with long prompts; 0.1: 0.8 points more under
+# overload.
 NEAR_LEAST_SHARE, MOST_LATE_SHARE = 0.02, 0.05
 
 

@@ -12,7 +12,9 @@ time, and more where decoding requests have it to spare. Jobs get what is left, 
 - Jobs that stretch requests keep pages and slots occupied: as these get scarce, jobs give way, and wholly while a
   request that can still be in time waits for them.
 
-How each value was found, and what happens at half and at twice of it: benchmarks/slack-constants.md.
+Where each value comes from, and what happens at half and at twice of it, or of what it leaves of 1:
+benchmarks/slack-constants.md. "× 9.7" is what jobs get, points are of requests in time; a load that is not named is
+the same.
 """
 
 from collections.abc import Sequence
@@ -28,15 +30,20 @@ from coserve.scheduling.slo.allowance import Allowance
 from coserve.scheduling.slo.deadlines import AIMED, Deadlines, decode_deadlines, due_at_s, sure_by_s
 from coserve.scheduling.slo.infeasible import has_waited, is_infeasible
 
-# Prompts that need more than this share of the time to be in time leave nothing in the banks of decoding requests.
+# Prompts that need more than this share of the time to be in time leave nothing in the banks of decoding requests. 1/6:
+# × 9.7 at the edge, × 0.94 in bursts; 2/3: × 0.08 and 0.6 points fewer in bursts.
 URGENT_SHARE = 1 / 3
-# Prompts that would need more than this share, and more than leaves no gap that is noticed, are infeasible.
+# Prompts that would need more than this share, and more than leaves no gap that is noticed, are infeasible. The gap is
+# nearly always the larger bound (benchmarks/slo-edge.md, 2026-11-25): no simulated load tells 0.6 or 0.9 from it.
 MOST_SHARE = 0.8
 # A step of two TPOTs is always allowed, up to this share of the TTFT: on a slow device nothing would fit otherwise.
+# 0.25: × 0.85 where the TTFT is short; 1 is the same.
 MOST_ARRIVAL_SHARE = 0.5
-# Below this share of free pages, or of free slots, jobs get less the fewer there are.
+# Below this share of free pages, or of free slots, jobs get less the fewer there are. 0.125 is the same, 0.5: × 0.88
+# with few slots.
 SCARCE = 0.25
-# A request waits for pages or a slot once it has waited this share of its TTFT.
+# A request waits for pages or a slot once it has waited this share of its TTFT. No simulated load tells 0.025 or 0.1
+# from it.
 QUEUED_SHARE = 0.05
 
 
