@@ -89,7 +89,7 @@ class BypassRuns:
         graph, saver, bypasses = self.graph, self._saver, dict[str, AttachedBypass]()
         if self.within:
             weights = dict(self.weights)
-            for site in self.within:
+            for site in sorted(self.within):
                 bypasses[site], parameters = groups[0].site(self._part, site)
                 weights |= parameters
             self.weights = weights
@@ -98,12 +98,15 @@ class BypassRuns:
         kept = frozenset((*read, *added_to, *names))
         rooms = frozenset(name for name in names if name not in added_to and saver.room(name) is not None)
         key = (tuple((site, id(bypass)) for site, bypass in bypasses.items()), operators, kept, rooms)
-        if key not in graph.rewritten:
+        made, its_bypasses = graph.rewritten.get(key, (None, {}))
+        # Bypasses take long to compare. Those of one adapter are the same objects in every step; a copy of the graph
+        # may have others by the same numbers.
+        if made is None or any(its_bypasses[site] is not bypass for site, bypass in bypasses.items()):
             if len(graph.rewritten) >= _MOST_REWRITTEN:
                 graph.rewritten.clear()
             made = fuse(_with_bypasses(graph, bypasses, self.weights), operators, kept, rooms)
-            graph.rewritten[key] = made, bypasses  # which keeps what is known by its identity
-        self.graph, _ = graph.rewritten[key]
+            graph.rewritten[key] = made, bypasses
+        self.graph = made
         self._given = [spec.name for spec in self.graph.with_kind("constant") if spec.name not in graph.spec]
         self._one = groups[0] if groups else None
 
