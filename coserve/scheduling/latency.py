@@ -60,7 +60,7 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
                 drawn += 1
             if info.is_masked:
                 masked += 1
-            if info.version not in self.versions and info.version:
+            if info.version and info.version not in self.versions:
                 self._add_version(info)
         self.rows += num_requests
         self.spans += num_requests
