@@ -93,8 +93,9 @@ def _in_turns(kind: str, sides: "dict[str, subprocess.Popen[str]]", turns: int) 
                 for what, seconds in _ask(side, call).items():
                     row = f"{kind} {what}" if kind == "coserve" else call
                     if turn:
-                        found.setdefault(row, {}).setdefault(name, []).append(seconds)
-    return found
+                        found.setdefault(row, {each: [] for each in sides})[name].append(seconds)
+    # PEFT's side does not decode.
+    return {row: {name: taken for name, taken in by_side.items() if taken} for row, by_side in found.items()}
 
 
 def _told(by_side: dict[str, list[float]]) -> dict[str, dict[str, float]]:
