@@ -124,9 +124,13 @@ class JobActions:
         """End a job: what an engine may still say of it is too late."""
         error = self._jobs[id].failure if status == "failed" else None
         job = await asyncio.to_thread(self._writer.end, id, status, error)
+        self.let_go(job)
+        return job
+
+    def let_go(self, job: JobRecord) -> None:
+        """Forget a job that has ended in the store."""
         self._adapters.remove_live(job)
         self._adapters.changed()
         self._jobs.end(job)
-        if status == "cancelled":
-            self._reader.stop(id)
-        return job
+        if job.status == "cancelled":
+            self._reader.stop(job.id)

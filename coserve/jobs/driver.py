@@ -228,20 +228,29 @@ class JobDriver:
         """
         if self.mailbox.blocked is not None:
             raise self.mailbox.blocked
+        if (record := await self._read_record(id)) is None or record.is_terminal:
+            raise JobError(f"Job {id} has already completed")
         before = self.jobs[id].asked
         if before not in (None, desired):
             raise JobError(f"Job {id} is being cancelled")
         waiter = self.jobs.ask(id, desired)
         try:
             await self._advance(id)
-        except BaseException:
+        except BaseException as error:
             self.jobs.take_back(id, before)
+            if isinstance(error, StoreError | OSError):
+                self.check_later(id, error)
             raise
         return waiter
 
+    def check_later(self, id: str, error: StoreError | OSError) -> None:
+        """Have a job looked at again when the store works: a write that it refused may be in it all the same."""
+        self._put_off.add(id)
+        self._retry.failed(store_error(error))
+
     async def read(self, id: str, found: Validated | JobError) -> None:
         """Take what is in a job's files. StoreError or OSError: this is to be called again."""
-        if id not in self.jobs:
+        if (record := await self._read_record(id)) is None or record.is_terminal:
             await asyncio.to_thread(self._writer.sweep, id)
             return
         if isinstance(found, JobError):
@@ -268,10 +277,8 @@ class JobDriver:
         try:
             return await self._advance(id)
         except (StoreError, OSError) as error:
-            reason = store_error(error)
-            self._put_off.add(id)
-            self._retry.failed(reason)
-            self.jobs.put_off(id, reason)
+            self.check_later(id, error)
+            self.jobs.put_off(id, store_error(error))
         except Exception as error:
             _log.exception("job %s could not be settled: %s", id, error)
             self.jobs.refuse(id, JobError(f"Job {id} could not be changed; the server's log says why"))
@@ -279,14 +286,31 @@ class JobDriver:
 
     async def _advance(self, id: str) -> JobRecord | None:
         """Do what the plan says, one action after the other, until there is nothing left to do; returns the job as it
-        is then, None if it had ended before.
+        is then, None if there is none.
         """
-        job: JobRecord | None = None
-        while (state := self.jobs.get(id)) is not None:
+        while (job := await self._read_record(id)) is not None and not job.is_terminal:
+            state = self.jobs[id]
             action = plan(state, can_start=self.jobs.can_start(id))
             if action is None:
                 if state.pending is None:
                     self.jobs.grant(id)
-                return state.job
-            job = await self.actions.do(action, state)
+                return job
+            await self.actions.do(action, state)
+        return job
+
+    async def _read_record(self, id: str) -> JobRecord | None:
+        """Return a job as the store has it, and take that over; None if there is none.
+
+        A write of which the store said that it failed may have been done: a connection to PostgreSQL can break while
+        it commits. So what is in memory is never taken for what the store has.
+        """
+        job = await asyncio.to_thread(self._writer.any_job, id)
+        if job is None or (job.is_terminal and id not in self.jobs):
+            return job
+        if job.is_terminal:
+            self.actions.let_go(job)
+        elif id not in self.jobs:
+            self.add(job)
+        elif job != self.jobs[id].job:
+            self.jobs.apply(id, RecordWritten(job=job))
         return job

@@ -58,10 +58,14 @@ class JobWriter:
         with self._store.read() as transaction:
             return transaction.job(tenant, id)
 
+    def any_job(self, id: str) -> JobRecord | None:
+        """Return a job, whosever it is; None if there is none."""
+        with self._store.read() as transaction:
+            return transaction.any_job(id)
+
     def job(self, id: str) -> JobRecord:
         """Return a job that there is."""
-        with self._store.read() as transaction:
-            found = transaction.any_job(id)
+        found = self.any_job(id)
         assert found is not None, f"job {id} is not in the store"
         return found
 

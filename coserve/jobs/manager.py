@@ -13,7 +13,7 @@ from pathlib import Path
 
 from coserve.engine.commands import AdapterRef
 from coserve.engine.jobs.events import JobEvent
-from coserve.errors import JobError
+from coserve.errors import JobError, StoreError
 from coserve.jobs.catalogue import JobAdapters
 from coserve.jobs.driver import JobDriver
 from coserve.jobs.events import DesiredState, EngineLost, EngineReady, EngineReported
@@ -213,7 +213,11 @@ class JobManager:
     # -- in the mailbox's task --------------------------------------------------------------------
 
     async def _create(self, record: JobRecord, max_jobs: int | None) -> JobRecord:
-        await asyncio.to_thread(self._writer.add, record, max_jobs)
+        try:
+            await asyncio.to_thread(self._writer.add, record, max_jobs)
+        except (StoreError, OSError) as error:
+            self._driver.check_later(record.id, error)
+            raise
         self._driver.add(record)
         return await self._driver.settle_job(record.id) or record
 

@@ -137,9 +137,9 @@ def apply(state: JobState, event: Event) -> JobState:
         case ClientAsked(desired=desired):
             return replace(state, asked=desired)
         case RequestClosed():
-            return replace(state, asked=None)
+            return _without_request(state)
         case StoreRefused():
-            return replace(state, asked="end" if state.asked == "end" and state.is_end_certain else None)
+            return state if state.asked == "end" and state.is_end_certain else _without_request(state)
         case ReadingBegan() | ReadingEnded():
             return replace(state, is_reading=isinstance(event, ReadingBegan))
         case SlotRequested(ticket=ticket):
@@ -169,6 +169,12 @@ def _recorded(state: JobState, job: JobRecord) -> JobState:
     if job.status == "paused" != state.status:
         return replace(state, job=job, slot="none", meter=None)
     return replace(state, job=job)
+
+
+def _without_request(state: JobState) -> JobState:
+    """Forget what a client has asked for; a job that stays paused needs no slot."""
+    rests = state.status == "paused" and state.engine != "running" and state.pending is None
+    return replace(state, asked=None, slot="none" if rests else state.slot)
 
 
 def _sent(state: JobState, event: CommandSent) -> JobState:
