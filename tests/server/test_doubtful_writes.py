@@ -67,7 +67,7 @@ class Server:
             store=self.home.store,
             files=self.home.files,
             directory=self.home.path / "jobs",
-            engine=self.engine,  # type: ignore[arg-type]
+            engine=self.engine,
             models=JobModels(BaseModel(name="m", architecture=None, tokenizer=None)),
             max_running=max_running,
         )
