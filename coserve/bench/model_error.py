@@ -38,8 +38,8 @@ _HERE = {
 _AMPERE, _HOPPER = ("A100", "A100 40 GB"), ("H200", "H100")
 MEASURED = (
     Measured(_AMPERE, "LLaMA-3.1-8B", 8.0e9, ((15_841, 9_400), (12_677, 7_200)), **_FLEXLLM),
-    Measured(_AMPERE, "Qwen2.5-14B", 14.8e9, ((16_417, 3_700), (13_279, 2_200)), **_FLEXLLM),
-    Measured(_AMPERE, "Qwen2.5-32B", 32.8e9, ((15_177, 3_200), (11_813, 2_200)), **_FLEXLLM),
+    Measured(_AMPERE, "Qwen2.5-14B", 14.8e9, ((16_023, 3_700), (12_934, 2_200)), **_FLEXLLM),
+    Measured(_AMPERE, "Qwen2.5-32B", 32.8e9, ((14_562, 3_200), (11_402, 2_200)), **_FLEXLLM),
     Measured(_HOPPER, "LLaMA-3.1-8B", 8.0e9, ((15_990, 8_074),), **_HERE),
     Measured(_HOPPER, "Qwen2.5-0.5B", 0.49e9, ((64_320, 29_694), (64_320, 29_383)), **_HERE),
 )
