@@ -7,9 +7,19 @@ The frames of the file are those of `coserve.engine.commands`, `coserve.devices.
 from itertools import count
 from typing import Any
 
+from msgspec.structs import replace
+
 from coserve.devices.messages import OpenVersion
 from coserve.devices.recording import FrameWriter, RecordingDevice, files_in
-from coserve.engine.commands import CombineJob, EngineCommand, FlushCommands, JobExamples, LoadAdapter, StartJob
+from coserve.engine.commands import (
+    AddRequest,
+    CombineJob,
+    EngineCommand,
+    FlushCommands,
+    JobExamples,
+    LoadAdapter,
+    StartJob,
+)
 from coserve.engine.engine import Engine
 from coserve.engine.recorded_lines import FORMAT, Header, Read
 from coserve.engine.served_adapters import AdapterLoad
@@ -45,6 +55,8 @@ class RecordingEngine(Engine):
         """Write the command with what it reads, then do it."""
         if isinstance(command, FlushCommands) and not self.log.has_commands:  # a server without work asks all the time
             return None
+        if isinstance(command, AddRequest) and not isinstance(command.prompt, list | tuple):
+            command = replace(command, prompt=list(command.prompt))  # a library's caller may give any sequence
         found = self._what_it_reads(command, read)
         self._writer.write(*(() if found is None else (found,)), command)
         if isinstance(read, AdapterLoad):

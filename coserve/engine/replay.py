@@ -70,6 +70,8 @@ def replay(header: Header, lines: Iterator[object], device: Device) -> ReplayRep
         while (line := stream.take()) is not None:
             read = line if isinstance(line, Read) else Read()
             command = stream.take() if isinstance(line, Read) else line
+            if command is None:  # its process was killed between the two frames
+                break
             if not isinstance(command, EngineCommand):
                 raise DivergedError(f"{command} was recorded, where the engine has nothing to do")
             _handle_again(engine, command, read, replayed)

@@ -37,6 +37,7 @@ from coserve.engine.jobs.opening import PeftFields, fields_of
 from coserve.engine.outbox import Event
 from coserve.engine.request_queue import ImportedBlocks
 from coserve.engine.served_adapters import AdapterLoad, AdapterVersion
+from coserve.errors import AdapterError
 from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
@@ -148,7 +149,8 @@ class TokenEngine(EngineCore):
         none of that name.
         """
         if name not in self.versions:
-            self.versions.resolve(name)
+            version = self.versions.resolve(name)
+            raise AdapterError(f"{name!r} is a version; the adapter is withdrawn by its name, {version.name!r}")
         self.handle(UnloadAdapter(NO_CALL, name))
 
     def save_adapter(self, label: str, directory: str | Path) -> None:

@@ -45,7 +45,7 @@ class RequestInfo(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Whether a grammar allows only some tokens."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RequestProgress:
     """How far one sequence of a request is that runs, or that waits for pages.
 

@@ -47,6 +47,7 @@ class CommandQueue:
     def __init__(self, do: Do) -> None:
         self._do = do
         self._waiting: list[QueuedCommand] = []
+        self._is_doing = self._has_more = False
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "reader")
 
     @property
@@ -90,12 +91,24 @@ class CommandQueue:
             self._do_now(slow)
 
     def _do_the_quick(self) -> QueuedCommand | None:
-        """All that can be done now and is not slow; the first that is."""
+        """All that can be done now and is not slow; the first that is. What is put meanwhile is done in its turn."""
+        self._has_more = True
+        if self._is_doing:
+            return None
+        slow: QueuedCommand | None = None
+        self._is_doing = True
+        try:
+            while self._has_more:
+                self._has_more = False
+                slow = self._pass()
+        finally:
+            self._is_doing = False
+        return slow
+
+    def _pass(self) -> QueuedCommand | None:
         blocked: set[str] = set()
         slow: QueuedCommand | None = None
         for each in list(self._waiting):
-            if each not in self._waiting:  # done meanwhile: what was done before it has put a command
-                continue
             if each.keys & blocked or not self._is_read(each):
                 blocked |= each.keys
             elif each.is_slow:

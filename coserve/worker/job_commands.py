@@ -91,7 +91,7 @@ class JobCommands:
 
     def _needed(self) -> frozenset[Path]:
         """What jobs begin with, which the device may not have read yet."""
-        jobs = [lane.start for lane in list(self._lanes.values()) if lane.start is not None]
+        jobs = [start for lane in list(self._lanes.values()) if (start := lane.start) is not None]
         named = [job.checkpoint for job in jobs] + [job.start.directory for job in jobs if job.start is not None]
         return frozenset(Path(each) for each in named if each is not None)
 

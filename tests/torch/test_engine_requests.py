@@ -572,6 +572,14 @@ def test_what_others_wait_for_comes_out_of_their_own_steps():
 # -- versions -------------------------------------------------------------------------
 
 
+def test_an_adapter_is_unloaded_by_its_name_and_not_by_that_of_a_version():
+    engine = make_engine()
+    engine.load_adapter("a", adapter_directory(r=3))
+    with pytest.raises(AdapterError, match="'a@0' is a version; the adapter is withdrawn by its name, 'a'"):
+        engine.unload_adapter("a@0")
+    engine.unload_adapter("a")
+
+
 def test_an_adapter_that_is_unloaded_serves_its_readers_to_the_end():
     engine = make_engine()
     engine.load_adapter("a", adapter_directory(r=3))

@@ -273,6 +273,21 @@ def test_the_end_of_a_killed_process_is_no_error(recording, tmp_path):
         assert status == 0 and report["plans_equal"]
 
 
+def test_the_end_of_a_process_between_what_a_command_read_and_the_command_is_no_error(tmp_path):
+    engine = record(Engine(make_device(), EngineConfig(block_tokens=BLOCK)), str(tmp_path / "file"))
+    engine.add_tokens(range(1, 4), greedy(3))  # any sequence
+    while engine.has_work:
+        engine.step()
+    engine.load_adapter("late", adapter_directory(r=3, target_modules=["q_proj"]))
+    engine.device.close()
+    frames = plain_frames(tmp_path / "file")
+    place = max(number for number, frame in enumerate(frames) if frame.get("type") == "Read")
+    write_frames(tmp_path / "cut", frames[: place + 1])
+    header, lines = read_recording(tmp_path / "cut")
+    report = replay(header, lines, make_device())
+    assert report.plans_equal and report.tokens_equal and report.diverged is None
+
+
 def test_what_is_no_recording_or_of_another_device_is_refused(recording, tmp_path):
     (tmp_path / "text").write_text("hello")
     with pytest.raises(DataError, match="is no recording"):

@@ -273,7 +273,7 @@ def test_the_same_view_gives_the_same_plan_and_stays_as_it_was(policy, seen, har
     latency, before = make_latency(hardware), copy.deepcopy(seen)
     first = plan(policy, seen, latency)
     assert plan(policy, seen, latency) == first == plan(policy, before, make_latency(hardware))
-    assert seen == before
+    assert repr(seen) == repr(before)  # progress is compared by identity
 
 
 def cursor_of(item: JobProgress) -> Cursor:
