@@ -91,3 +91,37 @@ def test_a_job_that_was_interrupted_between_any_two_lines_trains_the_same_adapte
     assert (job.num_steps_done, job.num_tokens_trained) == (plain.num_steps_done, plain.num_tokens_trained)
     got = parameters(engine, tmp_path / "interrupted")
     assert max(float((got[name] - wanted[name]).abs().max()) for name in wanted) < 1e-6
+
+
+def interrupted_once(call: Any) -> Any:
+    """Return a function that does a call, and then is interrupted, the first time."""
+    times: list[None] = []
+
+    def do(*arguments: Any) -> None:
+        call(*arguments)
+        times.append(None)
+        if len(times) == 1:
+            raise KeyboardInterrupt
+
+    return do
+
+
+@pytest.mark.parametrize("where", ["pages", "counters"])
+def test_a_job_whose_pause_is_interrupted_has_no_pack_on_pages_of_others_and_trains_on(monkeypatch, where):
+    engine = make_engine()
+    job = engine.job(engine.submit(examples_of((9, 14, 5, 20)), CONFIG, adapter=LORA, name="a"))
+    while not job.has_pack:
+        engine.step()
+    begun = job.progress.begun
+    assert begun is not None
+    owner, name = (begun.pages, "release") if where == "pages" else (engine.counters, "leave")
+    monkeypatch.setattr(owner, name, interrupted_once(getattr(owner, name)))
+    with pytest.raises(KeyboardInterrupt):
+        engine.pause_job(job.id)
+    assert job.progress.begun is None
+    engine.pause_job(job.id)
+    engine.resume_job(job.id)
+    while not job.is_terminal:
+        engine.step()
+    assert job.state == "succeeded"
+    engine.check_integrity()

@@ -279,19 +279,15 @@ class Job:
 
     def swap_pack_out(self) -> None:
         """Give the pages of the pack in memory back; the pack lies on the host, and will resume where it is."""
-        progress = self.progress.after_swap()
-        self._release_pages()
-        self.progress = progress
+        self._leave_pages(self.progress.after_swap())
 
     def drop_pack(self) -> None:
         """Give the pack's memory back, here or on the host; the pack will be begun again."""
-        self._release_pages()
-        self.progress = self.progress.after_drop()
+        self._leave_pages(self.progress.after_drop())
 
     def finish_pack(self, sums: PackSums) -> None:
         """Complete the pack in memory, which has these sums."""
-        self._release_pages()
-        self.progress = self.progress.after_pack(sums)
+        self._leave_pages(self.progress.after_pack(sums))
 
     def finish_update(self, norm: float | None, now_s: float) -> JobEvent:
         """Complete an optimizer step (norm None: skipped, since the gradient was not finite); return its event."""
@@ -354,12 +350,15 @@ class Job:
 
     def end(self, status: JobEnd, error: str | None) -> None:
         """End the job: its pages go back. error: why it has failed."""
-        self._release_pages()
-        self.progress = self.progress.ended(status, error)
+        self._leave_pages(self.progress.ended(status, error))
 
-    def _release_pages(self) -> None:
-        """Give the pages of the pack in memory back. First: what is given back twice does no harm, what is forgotten is
-        lost.
+    def _leave_pages(self, after: TrainingProgress) -> None:
+        """Give the pages of the pack in memory back, and go on to a state without them.
+
+        An interruption in between leaves the job in that state, too: no pack is ever on pages that others may have.
         """
-        if (begun := self.progress.begun) is not None:
-            begun.pages.release()
+        try:
+            if (begun := self.progress.begun) is not None:
+                begun.pages.release()
+        finally:
+            self.progress = after

@@ -208,9 +208,10 @@ class JobSet(Mapping[str, Job]):
         job = self._living(job_id)
         if job.has_pack:
             self._memory.put_pack_away(job)
-        if job.state == "running":
+        was_running = job.state == "running"
+        job.set_status("paused")  # first: an interruption must not have the tenant counted out twice
+        if was_running:
             self._counters.leave(job.tenant)
-        job.set_status("paused")
         self._answers.cancel(job)
         self._memory.put_moments_away(job)
         self._log.flush()
@@ -218,9 +219,10 @@ class JobSet(Mapping[str, Job]):
     def resume(self, job_id: str) -> None:
         """Resume a paused job."""
         job = self._living(job_id)
-        if job.state == "paused":
-            self._counters.arrive(job.tenant)
+        was_paused = job.state == "paused"
         job.set_status("running")
+        if was_paused:
+            self._counters.arrive(job.tenant)
 
     def cancel(self, job_id: str) -> None:
         """End a job at once; versions that it has published stay."""

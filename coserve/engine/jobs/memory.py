@@ -76,9 +76,9 @@ class JobMemory:
                 self._log.execute(self._swap.command_to_bring_back_pack(job.id, pages.pages))
             self._log.execute(needs.command_to_begin(pack, pages, measures=measures, away=away))
             job.begin_pack(pages)
-        except BudgetError:  # enough pages, but not side by side
-            return False
-        except BaseException:
+        except BaseException as error:
+            if pages is None and isinstance(error, BudgetError):  # enough pages, but not side by side
+                return False
             if pages is not None and job.progress.place is away:  # it was not booked
                 pages.release()
             raise
