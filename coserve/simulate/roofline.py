@@ -55,7 +55,8 @@ def roofline_profile(backbone: Backbone, hardware: Hardware, *, link_flops_per_b
     adapter = Adapter(backbone, LoraConfig(r=16, alpha=32, target_modules="all-linear"))
     if link_flops_per_byte is None:
         link_flops_per_byte = modelled_link_flops_per_byte(backbone, hardware)
-    programs = training_programs(adapter, link_flops_per_byte=link_flops_per_byte)
+    # Not with the kernels of the device that the backbone may be on: it is not the one that is modelled.
+    programs = training_programs(adapter, link_flops_per_byte=link_flops_per_byte, fused=())
     model, job = model_counts(backbone), job_counts(adapter, programs)
     timer, link, num_parts = _Timer(backbone), _LinkTimer(backbone, hardware), max(1, job.num_parts)
     blocks = [local.graphs[part] for part in local.parts[:-1]]

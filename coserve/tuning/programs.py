@@ -2,6 +2,7 @@
 the loss.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -55,6 +56,7 @@ def training_programs(
     max_recompute: float = 0.0,
     mean_context_len: float = 512.0,
     link_flops_per_byte: float | None = 0.0,
+    fused: Collection[str] | None = None,
 ) -> TrainingPrograms:
     """Compile the parts of an adapter's model; equal blocks share one program.
 
@@ -65,6 +67,7 @@ def training_programs(
             what to recompute.
         link_flops_per_byte: FLOPs that a rank computes while a gather moves a byte (`Division.flops_per_byte`), for
             choosing what ranks keep in pieces. 0: a link costs nothing; None: nothing is kept in pieces.
+        fused: fused operators that the backward pass may use (`graph.fuse`); None: those of the adapter's backend.
 
     Raises:
         BudgetError: no block can do with so little.
@@ -74,7 +77,7 @@ def training_programs(
     lowest = min((index for index, part in enumerate(parts) if adapter.parameters(part)), default=len(parts))
     programs: dict[Part, Program] = {}
     by = Weighing(compute_dtype=backbone.dtype, mean_context_len=mean_context_len)
-    fused = frozenset(backbone.backend.fused)
+    fused = frozenset(backbone.backend.fused if fused is None else fused)
     for index, part in enumerate(parts[:-1]):
         graph = adapter.attached(part).graph
         asked = tuple(adapter.parameters(part)) + (("x",) if index > lowest else ())

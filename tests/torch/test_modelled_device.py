@@ -218,3 +218,10 @@ def test_a_step_takes_what_was_learned_beside_its_sections_and_a_failed_one_noth
         driver.step(requests=[structs.replace(rows, new_pages=())])
         took_s.append(device.clock.now())
     assert took_s[1] - took_s[0] == pytest.approx(latency.overhead.seconds(begins=False)) and took_s[0] > 0
+
+
+def test_what_is_modelled_does_not_depend_on_the_kernels_of_this_machine(monkeypatch):
+    backbone = make_backbone("llama")
+    plain = roofline_profile(backbone, CPU)
+    monkeypatch.setattr(backbone.backend, "fused", {"linear_beside_low_rank": None})
+    assert roofline_profile(backbone, CPU) == plain
