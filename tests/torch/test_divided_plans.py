@@ -174,7 +174,6 @@ def test_deadlines_are_held_and_units_are_not_given_twice(rng: Random):
     assert made.partition.forward_units + made.partition.backward_units <= seen.num_units
     assert made.prediction.forward_speed + made.prediction.backward_speed > 1 and made.tasklets and not made.losses
     assert all(rows.kind != "window" for rows in made.rows)
-    late = 1 + latency.corrections.margin
     deadline_s = (
         min(
             [due_s for due_s in map(due_beside_jobs_s, requests) if due_s >= 10.0 + made.prediction.forward_s],
@@ -184,7 +183,8 @@ def test_deadlines_are_held_and_units_are_not_given_twice(rng: Random):
     )
     forward_s = made.prediction.forward_s / made.prediction.forward_speed
     left_s = max(0.0, made.prediction.backward_s - made.prediction.backward_speed * forward_s)
-    assert (forward_s + made.prediction.update_s) * late + left_s <= deadline_s + EPSILON
+    # What a step takes beyond its prediction comes off what requests have saved up: jobs leave a part of that alone.
+    assert forward_s + made.prediction.update_s + left_s <= deadline_s + EPSILON
     assert made.backward_limit_s is not None and made.backward_limit_s <= deadline_s + EPSILON
 
 
