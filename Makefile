@@ -104,7 +104,7 @@ docs: setup  ## The documentation as a site, in site/; a link that leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # What needs more than this machine (hours of load), and every combination (test-every), has a target of its own; all of
-# this should take 40 minutes at most. Targets that mostly wait, or keep one core busy, run two at a time.
+# this should take 40 minutes at most.
 check: setup  ## All of it; .ci/run runs this
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint docs
 	$(MAKE) --no-print-directory test
@@ -112,8 +112,8 @@ check: setup  ## All of it; .ci/run runs this
 	$(MAKE) --no-print-directory test-triton
 	$(MAKE) --no-print-directory test-long
 	$(MAKE) --no-print-directory test-browser
-	$(MAKE) --no-print-directory $(RAY)
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-cluster test-clients
+	$(MAKE) --no-print-directory test-cluster
+	$(MAKE) --no-print-directory test-clients
 
 format: setup  ## Bring the code into format
 	$(BIN)/ruff format .
