@@ -353,7 +353,7 @@ class Job:
         self._leave_pages(self.progress.ended(status, error))
 
     def _leave_pages(self, after: TrainingProgress) -> None:
-        """Give the pages of the pack in memory back, and go on to a state without them.
+        """Give the pages of the pack in memory back, and take over a state without them.
 
         An interruption in between leaves the job in that state, too: no pack is ever on pages that others may have.
         """
