@@ -234,7 +234,7 @@ def test_gated_products_of_whole_tiles_have_a_kernel(width):
     weight = torch.randn(2 * width, 32).bfloat16()
 
     def run(trace: Any) -> Any:
-        y = trace.backend.fused["gated_linear"](trace.input("x", 32), weight, None)
+        y = trace.backend.fused["gated_linear"](trace.input("x", 32), weight, None, (), ())
         assert (y is None) == bool(width % 32)
         halves = trace.backend.product(trace.input("x", 32), weight).split_with_sizes([width, width], -1)
         return trace.backend.silu_mul(*halves)
